@@ -1,0 +1,56 @@
+"""What every command shares: how results, JSON files and errors leave the program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from quantkit.errors import QuantkitError
+
+EXIT_USER_ERROR = 2
+
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the numbers as JSON.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one recipe setting; repeatable.")
+]
+
+
+def fail(error: QuantkitError) -> typer.Exit:
+    """Print the error as one line on stderr; raise what this returns."""
+    typer.echo(f"quantkit: error: {' '.join(str(error).split())}", err=True)
+    return typer.Exit(EXIT_USER_ERROR)
+
+
+def check_json_path(path: Path | None) -> None:
+    """Raise QuantkitError now if the JSON file could not be written when the work is done."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise QuantkitError(f"--json {path}: the folder {path.absolute().parent} does not exist")
+
+
+def write_json(path: Path | None, numbers: Any) -> None:
+    """Write the numbers, indented and with a final newline, where a path was given."""
+    if path is not None:
+        path.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on stdout: first column left-aligned, the rest right-aligned."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def print_facts(facts: Mapping[str, str]) -> None:
+    """``name  value`` lines on stdout, aligned."""
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        typer.echo(f"{name:<{width}}  {value}")

@@ -1,0 +1,37 @@
+"""Errors a user can act on: each prints as one line on stderr and exits with code 2."""
+
+
+class QuantkitError(Exception):
+    """Base of every expected failure; the message says what, where and what to do."""
+
+
+class ModelError(QuantkitError):
+    """A model that cannot be found, read or quantized."""
+
+
+class DataError(QuantkitError):
+    """Text that cannot be found, fetched or cut into windows."""
+
+
+class RecipeError(QuantkitError):
+    """A recipe, or a --set override, that asks for something impossible or unknown."""
+
+
+class CalibrationError(QuantkitError):
+    """A calibration artifact that is unreadable or belongs to another model."""
+
+
+class StatsError(QuantkitError):
+    """Weights or activations on which a method is undefined (NaN, Inf, empty)."""
+
+
+class CheckpointError(QuantkitError):
+    """A quantized checkpoint that is damaged, incomplete or of an unknown version."""
+
+
+class KernelError(QuantkitError):
+    """A kernel that cannot be built or run on this machine."""
+
+
+class BenchError(QuantkitError):
+    """A measurement that must not be reported (wrong result, above the hardware's peak)."""

@@ -1,0 +1,54 @@
+"""What every storage format is: a spec, named tensors of fixed shape, and an exact dequantize."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+Shape = tuple[int, int]  # (N, K) of the Linear
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one stored tensor; N at dim -2 and K at dim -1, so sharding works unaided."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Format:
+    """One row of FORMATS: how the packed weight of one Linear is stored and what it stands for.
+
+    Several methods may write one format: BCQ, RTN and GPTQ all write ``bcq``.
+
+    spec: frozen dataclass of JSON values; with (N, K) it fixes every tensor's shape before loading.
+    tensors: (spec, shape) -> the stored tensors' shapes and dtypes.
+    dequantize: (spec, tensors, shape) -> [N, K] fp32; the format's definition.
+    weight_bits, act_bits: spec -> bits, for reports; 16 = not quantized.
+    """
+
+    spec: type[Any]
+    tensors: Callable[[Any, Shape], dict[str, TensorSpec]]
+    dequantize: Callable[[Any, Tensors, Shape], Tensor]
+    weight_bits: Callable[[Any], int]
+    act_bits: Callable[[Any], int] = lambda spec: 16
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """What a quantizer returns for one Linear: the format's spec, its tensors, and measurements to report.
+
+    shape: (N, K) of the Linear.
+    report: JSON numbers and strings shown by ``quantkit inspect`` (relative error, KL ratio, ...).
+    """
+
+    spec: Any
+    shape: Shape
+    tensors: Tensors
+    report: Mapping[str, Any]

@@ -1,0 +1,54 @@
+"""Bit planes: unsigned codes of 1-8 bits as one packed bit matrix per bit (bit i of every code in plane i)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BITS_PER_BYTE = 8
+MAX_BITS = 8
+_SHIFTS = tuple(range(BITS_PER_BYTE))
+
+
+def packed_width(columns: int) -> int:
+    """Bytes per packed row of ``columns`` bits."""
+    return -(-columns // BITS_PER_BYTE)
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Pack 0/1 values along the last dimension, least significant bit first.
+
+    bits: [..., K] bool or integer, values 0 and 1.
+    Returns [..., ceil(K / 8)] uint8; bit t of byte b is column 8 b + t; the bits behind column K are 0.
+    """
+    columns = bits.shape[-1]
+    padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -columns % BITS_PER_BYTE))
+    grouped = padded.unflatten(-1, (-1, BITS_PER_BYTE))
+    packed = grouped[..., 0].clone()
+    for shift in _SHIFTS[1:]:
+        packed |= grouped[..., shift] << shift
+    return packed
+
+
+def unpack_bits(packed: Tensor, columns: int) -> Tensor:
+    """Inverse of pack_bits: [..., ceil(columns / 8)] uint8 -> [..., columns] uint8 of 0 and 1."""
+    shifts = torch.tensor(_SHIFTS, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :columns]
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Split unsigned codes into bit planes.
+
+    codes: [N, K] integer, 0 <= code < 2**bits.
+    Returns [bits, N, ceil(K / 8)] uint8, plane i holding bit i.
+    """
+    codes = codes.to(torch.uint8)
+    return torch.stack([pack_bits((codes >> i) & 1) for i in range(bits)])
+
+
+def unpack_codes(planes: Tensor, columns: int) -> Tensor:
+    """Inverse of pack_codes: [bits, N, ceil(columns / 8)] uint8 -> [N, columns] uint8."""
+    codes = torch.zeros(*planes.shape[1:-1], columns, dtype=torch.uint8, device=planes.device)
+    for i, plane in enumerate(planes):
+        codes |= unpack_bits(plane, columns) << i
+    return codes

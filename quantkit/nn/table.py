@@ -1,0 +1,34 @@
+"""The LINEARS table: how a packed weight multiplies activations, one row per format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.formats.base import Shape, Tensors
+from quantkit.nn import bcq_linear
+
+
+@dataclass(frozen=True)
+class LinearRow:
+    """One row of LINEARS.
+
+    forward: (spec, canonical tensors, x [..., K], bias [N] or None) -> y [..., N] in x's dtype.
+    prepare: (spec, canonical tensors on a GPU, shape) -> the same content in the order that this GPU's kernels
+        read; None where the kernels read the canonical order.
+    restore: the exact inverse of prepare, for saving.
+    prepared_forward: as forward, on prepared tensors.
+    """
+
+    forward: Callable[[Any, Tensors, Tensor, Tensor | None], Tensor]
+    prepare: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
+    restore: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
+    prepared_forward: Callable[[Any, Tensors, Tensor, Tensor | None], Tensor] | None = None
+
+
+LINEARS: dict[str, LinearRow] = {
+    "bcq": LinearRow(forward=bcq_linear.forward),
+}

@@ -1,0 +1,140 @@
+"""Recipes: everything that decides how a model is quantized, as one YAML file.
+
+schema: 1
+method: bcq                                   # a row of METHODS
+settings: {weight_bits: 4, group_size: 128}   # that method's settings; unset ones take their defaults
+keep: ["lm_head"]                             # modules left in floating point; globs on module names
+layers:                                       # exceptions; the first matching glob wins
+  - {match: "*.mlp.down_proj", weight_bits: 5}
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantkit.assets import recipe_path
+from quantkit.errors import RecipeError
+
+SCHEMA = 1
+_KEYS = ("schema", "method", "settings", "keep", "layers")
+
+
+@dataclass(frozen=True)
+class LayerRule:
+    """Settings (and perhaps another method) for the layers whose name matches a glob."""
+
+    match: str
+    method: str | None
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as written, overrides applied; names are checked against METHODS when it is resolved."""
+
+    name: str
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    keep: tuple[str, ...] = ("lm_head",)
+    layers: tuple[LayerRule, ...] = ()
+
+    def keeps(self, layer: str) -> bool:
+        """Whether the layer stays in floating point."""
+        return any(fnmatchcase(layer, glob) for glob in self.keep)
+
+    def settings_for(self, layer: str) -> tuple[str, dict[str, Any]]:
+        """(method, settings) of one layer: the first matching rule over the recipe's defaults."""
+        for rule in self.layers:
+            if fnmatchcase(layer, rule.match):
+                base = self.settings if rule.method in (None, self.method) else {}
+                return rule.method or self.method, {**base, **rule.settings}
+        return self.method, dict(self.settings)
+
+    def to_json(self) -> dict[str, Any]:
+        """The recipe as a YAML or JSON document that parse_recipe reads back."""
+        rules = [{"match": r.match, **({"method": r.method} if r.method else {}), **r.settings} for r in self.layers]
+        return {
+            "schema": SCHEMA,
+            "method": self.method,
+            "settings": dict(self.settings),
+            "keep": list(self.keep),
+            "layers": rules,
+        }
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for a mistyped name: the closest known ones, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+
+
+def load_recipe(name_or_file: str, overrides: Iterable[str] = ()) -> Recipe:
+    """Read a recipe by name (shipped in recipes/) or by path, and apply ``key=value`` overrides to it.
+
+    Raises RecipeError naming the file for anything missing, malformed or unknown.
+    """
+    path = recipe_path(name_or_file)
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"recipe {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(document, dict):
+        raise RecipeError(f"recipe {path}: expected a mapping with the keys {', '.join(_KEYS)}")
+    return parse_recipe(_with_overrides(document, overrides), name=path.stem, where=str(path))
+
+
+def _with_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Apply --set: ``method`` and ``keep`` are the recipe's own keys, every other key is a setting."""
+    merged = {**document, "settings": dict(document.get("settings") or {})}
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise RecipeError(f"--set {override}: expected key=value, for example --set group_size=64")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise RecipeError(f"--set {override}: {' '.join(str(error).split())}") from error
+        target = merged if key in ("method", "keep") else merged["settings"]
+        target[key] = value
+    return merged
+
+
+def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
+    """Build a Recipe from a parsed document.
+
+    Raises RecipeError, prefixed by ``where``, for unknown keys or wrong types.
+    """
+    for key in document:
+        if key not in _KEYS:
+            raise RecipeError(f"recipe {where}: unknown key {key!r}; {nearest(str(key), _KEYS)}")
+    if document.get("schema") != SCHEMA:
+        raise RecipeError(f"recipe {where}: schema is {document.get('schema')!r}; this version reads schema: {SCHEMA}")
+    if not isinstance(document.get("method"), str):
+        raise RecipeError(f"recipe {where}: 'method' is missing; name a quantization method")
+    settings = document.get("settings") or {}
+    keep = document.get("keep", ["lm_head"]) or []
+    rules = document.get("layers") or []
+    if not isinstance(settings, dict) or not isinstance(keep, list) or not isinstance(rules, list):
+        raise RecipeError(f"recipe {where}: 'settings' is a mapping, 'keep' and 'layers' are lists")
+    return Recipe(
+        name=name,
+        method=document["method"],
+        settings=settings,
+        keep=tuple(str(glob) for glob in keep),
+        layers=tuple(_parse_rule(rule, where) for rule in rules),
+    )
+
+
+def _parse_rule(rule: Any, where: str) -> LayerRule:
+    if not isinstance(rule, dict) or not isinstance(rule.get("match"), str):
+        raise RecipeError(f"recipe {where}: every entry of 'layers' needs a 'match' glob, got {rule!r}")
+    settings = {key: value for key, value in rule.items() if key not in ("match", "method")}
+    return LayerRule(match=rule["match"], method=rule.get("method"), settings=settings)

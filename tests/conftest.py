@@ -1,0 +1,59 @@
+"""Fixtures: the device to test on, tiny models of every family, text."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import sample_text, save_tiny_model
+
+
+def _missing_for_cuda() -> str | None:
+    if not torch.cuda.is_available():
+        return "no NVIDIA GPU on this machine"
+    if importlib.util.find_spec("cupy") is None:
+        return "CuPy is not installed"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _missing_for_cuda()
+    for item in items:
+        if reason and "cuda" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every device present: the same test runs on the reference and on the kernels."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """family -> folder of a tiny random model of that family, made once a session; treat it as read-only."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = save_tiny_model(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A .txt file of about 6000 words."""
+    path = tmp_path_factory.mktemp("text") / "sample.txt"
+    path.write_text(sample_text(), encoding="utf-8")
+    return path
