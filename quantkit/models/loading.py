@@ -1,0 +1,162 @@
+"""Loading a model and its tokenizer from a folder, the hub or the demo cache, with every failure in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import ModelError, QuantkitError
+from quantkit.hub import hub_problem
+from quantkit.models.demo import DEMO_MODEL, demo_folder
+
+if TYPE_CHECKING:  # torch and transformers take seconds; a wrong name must be refused before that
+    import torch
+    from torch import nn
+
+FINGERPRINT_VALUES = 256  # per parameter: about 0.1 MB read for a 7B model, yet any retraining shows
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_OFFLINE_WAYS = f"use a local folder, the offline model {DEMO_MODEL}, or HF_HUB_OFFLINE=1 with a cached download"
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a model is, checked as far as that takes no time.
+
+    location: a folder, or a hub id.
+    offline: whether only the local hub cache may be asked, and why (a sentence), or None.
+    """
+
+    location: str
+    offline: str | None = None
+
+
+def resolve_model(model: str) -> ModelSource:
+    """Find a model given as folder, hub id or demo name; imports neither torch nor transformers.
+
+    Raises ModelError for a missing or incomplete folder and for a name that can be no hub id.
+    """
+    if Path(model).is_dir():
+        _check_folder(Path(model))
+        return ModelSource(model)
+    if model == DEMO_MODEL:
+        return ModelSource(str(demo_folder()))
+    if not _HUB_ID.fullmatch(model) or model.startswith("."):
+        raise ModelError(f"model {model}: no such folder")
+    problem = hub_problem()
+    if problem is not None and not _is_cached(model):
+        raise ModelError(f"model {model}: no such folder, not in the local hub cache, and {problem}; {_OFFLINE_WAYS}")
+    return ModelSource(model, offline=problem)
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """config.json of a local model folder (or of the demo model) as a dict; {} for a hub id.
+
+    Raises ModelError for an unreadable one.
+    """
+    folder = demo_folder() if model == DEMO_MODEL else Path(model)
+    if not folder.is_dir():
+        return {}
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"model {folder}: no config.json; expected a folder in the Hugging Face layout") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {folder}: config.json cannot be read ({error})") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"model {folder}: config.json holds no mapping")
+    return config
+
+
+def is_quantized(model: str | nn.Module) -> bool:
+    """Whether a local folder, or a loaded model, already carries a quantization_config."""
+    if isinstance(model, str):
+        return bool(read_config(model).get("quantization_config"))
+    return bool(getattr(getattr(model, "config", None), "quantization_config", None))
+
+
+def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> tuple[Any, Any]:
+    """(model in eval mode on the device, tokenizer) of a folder, a hub id, the demo name or a quantkit checkpoint.
+
+    dtype: None keeps the checkpoint's on a GPU and is fp32 on a CPU, where half precision is slow and inexact.
+    Raises ModelError naming the cause: folder, hub, config, tokenizer, missing or damaged weights, device.
+    """
+    source = resolve_model(model)
+    quantized = source.offline is None and read_config(source.location).get("quantization_config")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device {device}: no usable GPU here (see quantkit doctor); use --device cpu")
+    if isinstance(quantized, dict) and quantized.get("quant_method") == "quantkit":
+        from quantkit.integrations.transformers import register
+
+        register()
+    local_only = source.offline is not None
+    with _one_line(f"tokenizer of {model}"):
+        tokenizer = AutoTokenizer.from_pretrained(source.location, local_files_only=local_only)
+    wanted: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
+    with _one_line(f"model {model}"):
+        answer: Any = AutoModelForCausalLM.from_pretrained(
+            source.location, dtype=wanted, local_files_only=local_only, output_loading_info=True
+        )
+    loaded, report = answer
+    _check_complete(model, report)
+    return loaded.eval().to(device), tokenizer
+
+
+def fingerprint(model: nn.Module) -> str:
+    """sha256 over the architecture and a sample of every parameter: tells models apart, not copies of one.
+
+    Values are compared in bf16, so that loading one checkpoint in fp32, bf16 or fp16 gives one fingerprint.
+    """
+    import torch
+
+    digest = hashlib.sha256(str(getattr(getattr(model, "config", None), "model_type", "")).encode())
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        values = parameter.detach().reshape(-1)
+        sample = values[:: max(1, values.numel() // FINGERPRINT_VALUES)][:FINGERPRINT_VALUES]
+        digest.update(sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check_folder(folder: Path) -> None:
+    read_config(str(folder))
+    if not any(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)):
+        raise ModelError(f"model {folder}: no weights (*.safetensors) beside config.json")
+
+
+def _is_cached(model: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(model, "config.json"), str)
+
+
+def _check_complete(model: str, report: dict[str, Any]) -> None:
+    """transformers fills missing weights with random numbers and only warns; a quantizer must not start from those."""
+    mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in report["mismatched_keys"]}
+    for problem, names in (("missing", set(report["missing_keys"])), ("of the wrong shape", mismatched)):
+        if names:
+            raise ModelError(f"model {model}: {len(names)} weights are {problem}, e.g. {min(names)}")
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Turn what transformers and safetensors raise for bad input into a one-line ModelError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except QuantkitError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelError(f"{what} cannot be loaded: {first_line}") from error
