@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, RecipeError
-from quantkit.formats import bcq
+from quantkit.formats import bcq, bipolar
 from quantkit.formats.base import Format, PackedWeight, Shape
 
 FORMATS: dict[str, Format] = {
     "bcq": bcq.FORMAT,
+    "bipolar": bipolar.FORMAT,
 }
 
 

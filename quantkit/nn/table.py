@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.formats.base import Shape, Tensors
-from quantkit.nn import bcq_linear
+from quantkit.nn import bcq_linear, bipolar_linear
 
 
 @dataclass(frozen=True)
@@ -31,4 +31,5 @@ class LinearRow:
 
 LINEARS: dict[str, LinearRow] = {
     "bcq": LinearRow(forward=bcq_linear.forward),
+    "bipolar": LinearRow(forward=bipolar_linear.forward),
 }

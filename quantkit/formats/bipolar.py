@@ -1,0 +1,152 @@
+"""Bipolar-INT format: an n-bit code u stands for the odd integer 2 u - (2**n - 1), every bit counting as +1 or -1.
+
+    value = sum_i (2 b_i - 1) 2**i = 2 u - (2**n - 1)          (Bipolar-INT Eq 1)
+    w[n, k] = scales[n, k // g] * value(code[n, k])
+
+Symmetric, without a sign bit and without a zero: 1 bit is {-1, +1}, 2 bits {-3, -1, 1, 3}. Bit i of every code is
+stored in plane i, the planes one after the other (section 4.1: decomposition, reassembly, concatenation).
+Deviation: planes are packed into bytes, not into 32-bit words; four of them are the paper's word on any little-endian
+machine, and a row needs no padding to 32 columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import RecipeError, StatsError
+from quantkit.formats.base import Format, Shape, Tensors, TensorSpec
+from quantkit.formats.bcq import check_group_size, check_weight_bits, group_count, group_width
+from quantkit.formats.planes import MAX_BITS, packed_width, unpack_codes
+
+FLOAT_ACT_BITS = 16
+PER_TOKEN, PER_TENSOR = "per_token", "per_tensor"
+_INT32_SUMS = 1 << 31
+
+
+@dataclass(frozen=True)
+class BipolarSpec:
+    """weight_bits: 1-8. act_bits: 1-8, or 16 for activations left in floating point (weight only).
+
+    group_size: columns per weight scale, a multiple of 8, or -1 for one scale per row (per channel).
+    act_granularity: ``per_token`` (range taken from each row of x as it comes) or ``per_tensor`` (fixed range).
+    """
+
+    weight_bits: int
+    act_bits: int
+    group_size: int = -1
+    act_granularity: str = PER_TOKEN
+
+    def __post_init__(self) -> None:
+        check_weight_bits(self.weight_bits)
+        check_act_bits(self.act_bits)
+        check_group_size(self.group_size)
+        check_act_granularity(self.act_granularity)
+
+
+def check_act_bits(act_bits: int) -> None:
+    """Raise RecipeError unless act_bits is 1-8 or 16."""
+    if act_bits != FLOAT_ACT_BITS and not 1 <= act_bits <= MAX_BITS:
+        raise RecipeError(f"act_bits is {act_bits}; choose 1 to {MAX_BITS}, or {FLOAT_ACT_BITS} for weight only")
+
+
+def check_act_granularity(act_granularity: str) -> None:
+    """Raise RecipeError unless act_granularity is per_token or per_tensor."""
+    if act_granularity not in (PER_TOKEN, PER_TENSOR):
+        raise RecipeError(f"act_granularity is {act_granularity!r}; choose {PER_TOKEN} or {PER_TENSOR}")
+
+
+def check_exact(weight_bits: int, act_bits: int, columns: int) -> None:
+    """Raise RecipeError where a sum of ``columns`` products may leave int32, the accumulator of every kernel."""
+    if largest_value(weight_bits) * largest_value(act_bits) * columns >= _INT32_SUMS:
+        raise RecipeError(
+            f"W{weight_bits}A{act_bits} over {columns} columns may overflow 32-bit sums; use fewer bits"
+        )
+
+
+def largest_value(bits: int) -> int:
+    """2**bits - 1: the largest value, the negated smallest value and the largest code of a width."""
+    return (1 << bits) - 1
+
+
+def codes_to_values(codes: Tensor, bits: int) -> Tensor:
+    """The odd integers that codes stand for (Eq 1): uint8 [...] -> int16 [...]."""
+    return codes.to(torch.int16) * 2 - largest_value(bits)
+
+
+def values_to_codes(values: Tensor, bits: int) -> Tensor:
+    """Exact inverse of codes_to_values: odd integers [...] -> uint8 codes [...].
+
+    Raises StatsError for a value that is even or out of range: bipolar-INT has no code for it.
+    """
+    limit = largest_value(bits)
+    if not bool(((values.remainder(2) == 1) & (values.abs() <= limit)).all()):
+        raise StatsError(f"bipolar-INT of {bits} bits holds the odd integers from {-limit} to {limit} only")
+    return ((values + limit) // 2).to(torch.uint8)
+
+
+def nearest_codes(x: Tensor, step: Tensor, bits: int) -> Tensor:
+    """The codes whose values times step lie nearest to x, clipped to the range; ties go to the even code.
+
+    x: [...] floating point. step: > 0 or 0 (then x is 0 or clipped to nothing), broadcastable to x.
+    Returns uint8 codes [...]. Every operation is one correctly rounded fp32 operation, so that a kernel that does
+    the same ones gets the same codes.
+    """
+    limit = float(largest_value(bits))
+    divisor = torch.where(step > 0, step, torch.ones_like(step))
+    return ((x.float() / divisor + limit) * 0.5).round().clamp(0.0, limit).to(torch.uint8)
+
+
+def step_of_range(clip: Tensor, bits: int) -> Tensor:
+    """The step at which the largest value stands for ``clip``: fp32."""
+    return clip.float() / largest_value(bits)
+
+
+def quantize_activations(x: Tensor, act_clip: Tensor, act_bits: int, per_token: bool) -> tuple[Tensor, Tensor]:
+    """Codes and steps of activations.
+
+    x: [M, K]. act_clip: [1], see bipolar_tensors.
+    Returns codes [M, K] uint8 and step [M, 1] fp32; a row of zeros has step 0.
+    """
+    x = x.float()
+    clip = x.abs().amax(dim=1, keepdim=True) * act_clip if per_token else act_clip.float().expand(x.shape[0], 1)
+    step = step_of_range(clip, act_bits)
+    return nearest_codes(x, step, act_bits), step
+
+
+def bipolar_tensors(spec: BipolarSpec, shape: Shape) -> dict[str, TensorSpec]:
+    """bit_planes [bits, N, ceil(K/8)] uint8, scales [N, G] fp16 and, with quantized activations, act_clip [1] fp32.
+
+    act_clip: the fraction of each token's absmax (per_token) or the absolute value (per_tensor) that is the end of
+    the range.
+    """
+    rows, columns = shape
+    tensors = {
+        "bit_planes": TensorSpec((spec.weight_bits, rows, packed_width(columns)), torch.uint8),
+        "scales": TensorSpec((rows, group_count(spec.group_size, columns)), torch.float16),
+    }
+    if spec.act_bits != FLOAT_ACT_BITS:
+        tensors["act_clip"] = TensorSpec((1,), torch.float32)
+    return tensors
+
+
+def dequantize_bipolar(bit_planes: Tensor, scales: Tensor, columns: int, group_size: int) -> Tensor:
+    """The weight [N, columns] fp32 that planes [bits, N, ceil(columns/8)] and scales [N, G] stand for."""
+    values = codes_to_values(unpack_codes(bit_planes, columns), bit_planes.shape[0])
+    width = group_width(group_size, columns)
+    return values.float() * scales.float().repeat_interleave(width, dim=-1)[:, :columns]
+
+
+def _dequantize(spec: BipolarSpec, tensors: Tensors, shape: Shape) -> Tensor:
+    return dequantize_bipolar(tensors["bit_planes"], tensors["scales"], shape[1], spec.group_size)
+
+
+FORMAT = Format(
+    spec=BipolarSpec,
+    tensors=bipolar_tensors,
+    dequantize=_dequantize,
+    weight_bits=lambda spec: spec.weight_bits,
+    act_bits=lambda spec: spec.act_bits,
+)

@@ -1,0 +1,152 @@
+"""Bipolar-INT quantizer: symmetric codes without a zero, the clip range of weights and activations by search.
+
+Source: Bipolar-INT sections 3.1-3.2 for the format and its arithmetic. The paper takes its quantized models from
+other work and says nothing of how ranges are chosen; here each range is the one with the least squared error of the
+layer's output over the calibration sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import StatsError
+from quantkit.formats.base import PackedWeight
+from quantkit.formats.bcq import group_count, group_width
+from quantkit.formats.bipolar import (
+    FLOAT_ACT_BITS,
+    PER_TOKEN,
+    BipolarSpec,
+    check_exact,
+    codes_to_values,
+    dequantize_bipolar,
+    nearest_codes,
+    quantize_activations,
+    step_of_range,
+)
+from quantkit.formats.planes import pack_codes
+from quantkit.quantizers.base import LayerInput, error_report
+from quantkit.quantizers.groups import SMALLEST_SCALE
+
+# Clip ranges tried, as fractions of absmax: powers of two first, then finer ones around the best.
+_COARSE = tuple(2.0**-i for i in range(12))
+_FINE = tuple(2.0 ** (i / 8) for i in (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6))
+
+
+@dataclass(frozen=True)
+class BipolarSettings:
+    """weight_bits p 1-8; act_bits q 1-8, or 16 for weight only; group_size -1 for one scale per output channel.
+
+    act_granularity: per_token (dynamic) or per_tensor (static). search: choose clip ranges on the calibration
+    sample; without it the range is absmax. rotate: fold a Hadamard rotation of the residual stream into the weights
+    first (Llama family).
+    """
+
+    weight_bits: int = 4
+    act_bits: int = 4
+    group_size: int = -1
+    act_granularity: str = PER_TOKEN
+    search: bool = True
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        self.spec()
+
+    def spec(self) -> BipolarSpec:
+        """The format these settings write; raises RecipeError on impossible values."""
+        return BipolarSpec(self.weight_bits, self.act_bits, self.group_size, self.act_granularity)
+
+
+def needs_stats(settings: BipolarSettings) -> bool:
+    """Activation ranges come from the calibration sample; weight-only quantization can do without one."""
+    return settings.act_bits != FLOAT_ACT_BITS
+
+
+def quantize(layer: LayerInput, settings: BipolarSettings) -> PackedWeight:
+    """Quantize one Linear to bipolar-INT.
+
+    Raises RecipeError where the layer is so wide that integer sums could overflow, StatsError without statistics.
+    """
+    spec, shape = settings.spec(), (layer.weight.shape[0], layer.weight.shape[1])
+    sample = None if layer.stats is None else layer.stats.sample.to(layer.weight)
+    scales = weight_scales(layer.weight, sample, settings)
+    spread = scales.float().repeat_interleave(group_width(settings.group_size, shape[1]), dim=1)[:, : shape[1]]
+    codes = nearest_codes(layer.weight, spread, settings.weight_bits)
+    tensors = {"bit_planes": pack_codes(codes, settings.weight_bits), "scales": scales}
+    dequantized = dequantize_bipolar(tensors["bit_planes"], scales, shape[1], settings.group_size)
+    report: dict[str, Any] = error_report(layer, dequantized)
+    if settings.act_bits != FLOAT_ACT_BITS:
+        check_exact(settings.weight_bits, settings.act_bits, shape[1])
+        if layer.stats is None or sample is None or not sample.shape[0]:
+            raise StatsError(f"{layer.name}: quantized activations need a calibration sample of this layer's input")
+        tensors["act_clip"], error = activation_clip(layer.weight, sample, layer.stats.absmax.max(), settings)
+        report["act_output_error"] = error
+    return PackedWeight(spec, shape, tensors, report)
+
+
+def weight_scales(weight: Tensor, sample: Tensor | None, settings: BipolarSettings) -> Tensor:
+    """Scales [N, G] fp16 of weight [N, K]: per row and group, the range with the least squared output error.
+
+    sample: [R, K] inputs of the layer, or None (then every input counts the same). The error of a group is that of
+    its own contribution to the output.
+    """
+    rows, columns = weight.shape
+    width = group_width(settings.group_size, columns)
+    scales = torch.empty(rows, group_count(settings.group_size, columns), dtype=torch.float16, device=weight.device)
+    for group, start in enumerate(range(0, columns, width)):
+        part = weight[:, start : start + width]
+        inputs = None if sample is None else sample[:, start : start + width]
+        scales[:, group] = _group_scale(part, inputs, settings)
+    return scales
+
+
+def activation_clip(weight: Tensor, sample: Tensor, absmax: Tensor, settings: BipolarSettings) -> tuple[Tensor, float]:
+    """(act_clip [1] fp32, relative squared output error): the range least harmful to sample [R, K] times weight^T.
+
+    absmax: scalar, the largest |x| of the whole calibration text: the range that a static clip is a fraction of.
+    """
+    per_token = settings.act_granularity == PER_TOKEN
+    full = torch.ones(1, device=sample.device) if per_token else absmax.reshape(1).to(sample)
+
+    def error(fraction: Tensor) -> Tensor:
+        codes, step = quantize_activations(sample, full * fraction, settings.act_bits, per_token)
+        rounded = codes_to_values(codes, settings.act_bits).float() * step
+        return ((rounded - sample) @ weight.T).square().sum().reshape(1)
+
+    fraction = _search(error, torch.ones(1, device=sample.device)) if settings.search else torch.ones(1)
+    norm = (sample @ weight.T).square().sum().item()
+    return (full * fraction).float().cpu(), error(fraction.to(sample)).item() / norm if norm else 0.0
+
+
+def _group_scale(part: Tensor, inputs: Tensor | None, settings: BipolarSettings) -> Tensor:
+    """fp16 scale [N] of one group of columns, weight [N, g]."""
+    absmax = part.abs().amax(dim=1)
+
+    def scale(fraction: Tensor) -> Tensor:
+        step = step_of_range(absmax * fraction, settings.weight_bits).to(torch.float16)
+        return torch.where(absmax > 0, step.clamp_min(SMALLEST_SCALE), step)
+
+    def error(fraction: Tensor) -> Tensor:
+        step = scale(fraction).float()[:, None]
+        codes = nearest_codes(part, step, settings.weight_bits)
+        difference = codes_to_values(codes, settings.weight_bits).float() * step - part
+        return (difference if inputs is None else difference @ inputs.T).square().sum(dim=1)
+
+    return scale(_search(error, torch.ones_like(absmax)) if settings.search else torch.ones_like(absmax))
+
+
+def _search(error: Callable[[Tensor], Tensor], ones: Tensor) -> Tensor:
+    """The fraction per element with the least error: powers of two, then eighths of an octave around the best."""
+    best, lowest = ones.clone(), error(ones)
+    for candidates in (_COARSE[1:], _FINE):
+        base = best.clone() if candidates is _FINE else ones
+        for candidate in candidates:
+            trial = (base * candidate).clamp(max=1.0)
+            found = error(trial)
+            better = found < lowest
+            best, lowest = torch.where(better, trial, best), torch.where(better, found, lowest)
+    return best

@@ -1,0 +1,138 @@
+"""Bipolar-INT codes, planes and activations: Eq 1, and exact conversions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantkit.errors import CheckpointError, RecipeError, StatsError
+from quantkit.formats.bipolar import (
+    BipolarSpec,
+    bipolar_tensors,
+    check_exact,
+    codes_to_values,
+    dequantize_bipolar,
+    largest_value,
+    nearest_codes,
+    quantize_activations,
+    values_to_codes,
+)
+from quantkit.formats.planes import pack_codes, unpack_codes
+from quantkit.formats.table import spec_from_json, spec_to_json, stored_bytes
+
+# Eq 1 worked by hand: the value of every code, in the order of the codes.
+GOLDEN_VALUES = {
+    1: [-1, 1],
+    2: [-3, -1, 1, 3],
+    3: [-7, -5, -3, -1, 1, 3, 5, 7],
+    4: [-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15],
+}
+WIDTHS = range(1, 9)
+
+
+@pytest.mark.parametrize("bits", GOLDEN_VALUES, ids="{}-bit".format)
+def test_values_match_the_golden_table(bits: int) -> None:
+    codes = torch.arange(1 << bits, dtype=torch.uint8)
+    assert codes_to_values(codes, bits).tolist() == GOLDEN_VALUES[bits]
+
+
+@pytest.mark.parametrize("bits", WIDTHS, ids="{}-bit".format)
+def test_values_are_the_sum_over_bits_of_equation_1(bits: int) -> None:
+    for code in range(1 << bits):
+        by_bits = sum((2 * (code >> i & 1) - 1) * 2**i for i in range(bits))
+        assert codes_to_values(torch.tensor(code, dtype=torch.uint8), bits).item() == by_bits
+
+
+@pytest.mark.parametrize("bits", WIDTHS, ids="{}-bit".format)
+def test_codes_survive_values_and_planes(bits: int) -> None:
+    codes = torch.randint(0, 1 << bits, (5, 37), dtype=torch.uint8)
+    assert torch.equal(values_to_codes(codes_to_values(codes, bits), bits), codes)
+    planes = pack_codes(codes, bits)
+    assert planes.shape == (bits, 5, 5)
+    assert torch.equal(unpack_codes(planes, 37), codes)
+
+
+@pytest.mark.parametrize("value", [0, 2, 17, -17], ids="value {}".format)
+def test_integers_without_a_code_are_refused(value: int) -> None:
+    with pytest.raises(StatsError, match="odd integers from -15 to 15"):
+        values_to_codes(torch.tensor([1, value]), 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.integers(1, 8),
+    step=st.floats(1e-3, 1e3),
+    data=st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=20),
+)
+def test_nearest_codes_are_nearest(bits: int, step: float, data: list[float]) -> None:
+    x = torch.tensor(data)
+    chosen = codes_to_values(nearest_codes(x, torch.tensor(step), bits), bits).double() * step
+    levels = codes_to_values(torch.arange(1 << bits, dtype=torch.uint8), bits).double() * step
+    best = (x.double()[:, None] - levels).abs().amin(dim=1)
+    rounding = 1e-6 * (x.abs().double() + step * largest_value(bits))  # the division is in fp32
+    assert ((x.double() - chosen).abs() <= best + rounding).all()
+
+
+def test_a_row_of_zeros_has_step_0_and_a_value() -> None:
+    codes, step = quantize_activations(torch.zeros(2, 8), torch.ones(1), 3, per_token=True)
+    assert step.tolist() == [[0.0], [0.0]]
+    assert torch.isfinite(codes_to_values(codes, 3).float() * step).all()
+
+
+@pytest.mark.parametrize("per_token", [True, False], ids=["per_token", "per_tensor"])
+def test_the_clip_range_maps_to_the_largest_value(per_token: bool) -> None:
+    x = torch.tensor([[4.0, -4.0, 1.0], [8.0, 2.0, -8.0]])
+    clip = torch.tensor([1.0 if per_token else 8.0])
+    codes, step = quantize_activations(x, clip, 8, per_token)
+    values = codes_to_values(codes, 8).float() * step
+    assert values[1].tolist()[0] == pytest.approx(8.0, rel=1e-6)
+    assert values[1].tolist()[2] == pytest.approx(-8.0, rel=1e-6)
+    assert step.flatten().tolist() == pytest.approx([4 / 255 if per_token else 8 / 255, 8 / 255])
+
+
+def test_dequantize_scales_each_group_of_columns() -> None:
+    codes = torch.tensor([[0] * 8 + [3] * 4], dtype=torch.uint8)
+    weight = dequantize_bipolar(pack_codes(codes, 2), torch.tensor([[0.5, 2.0]]), 12, group_size=8)
+    assert weight.tolist() == [[-1.5] * 8 + [6.0] * 4]
+
+
+def test_tensors_and_size_follow_the_spec() -> None:
+    spec = BipolarSpec(weight_bits=3, act_bits=4, group_size=64)
+    tensors = bipolar_tensors(spec, (10, 72))
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        "bit_planes": (3, 10, 9),
+        "scales": (10, 2),
+        "act_clip": (1,),
+    }
+    assert stored_bytes(spec, (10, 72)) == 3 * 10 * 9 + 10 * 2 * 2 + 4
+    assert "act_clip" not in bipolar_tensors(BipolarSpec(3, 16), (10, 72))
+
+
+def test_spec_survives_json_and_refuses_impossible_values() -> None:
+    spec = BipolarSpec(2, 8, 128, "per_tensor")
+    assert spec_from_json(spec_to_json(spec)) == spec
+    with pytest.raises(CheckpointError, match="act_bits is 9"):
+        spec_from_json({"format": "bipolar", "weight_bits": 2, "act_bits": 9})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"weight_bits": 9, "act_bits": 4}, "weight_bits is 9"),
+        ({"weight_bits": 4, "act_bits": 0}, "act_bits is 0"),
+        ({"weight_bits": 4, "act_bits": 4, "group_size": 12}, "group_size is 12"),
+        ({"weight_bits": 4, "act_bits": 4, "act_granularity": "per_row"}, "act_granularity is 'per_row'"),
+    ],
+    ids=["weight_bits", "act_bits", "group_size", "act_granularity"],
+)
+def test_impossible_settings_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        BipolarSpec(**values)  # type: ignore[arg-type]
+
+
+def test_sums_that_could_overflow_are_refused() -> None:
+    check_exact(8, 8, 33024)
+    with pytest.raises(RecipeError, match="W8A8 over 33026 columns"):
+        check_exact(8, 8, 33026)

@@ -1,0 +1,104 @@
+"""The bipolar-INT quantizer: clip ranges, widths, granularities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.errors import RecipeError, StatsError
+from quantkit.formats.base import PackedWeight
+from quantkit.formats.table import FORMATS, dequantize
+from quantkit.ops.bipolar import bipolar_linear
+from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.bipolar import BipolarSettings, needs_stats, quantize
+from quantkit.stats import LayerStats
+
+ROWS, COLUMNS = 24, 72
+
+
+def _layer(outlier: float = 1.0) -> LayerInput:
+    sample = torch.randn(64, COLUMNS)
+    sample[:, 3] *= outlier
+    stats = LayerStats(
+        absmax=sample.abs().amax(0),
+        mean_abs=sample.abs().mean(0),
+        mean_square=sample.square().mean(0),
+        histogram=torch.zeros(1, dtype=torch.int64),
+        sample=sample,
+        tokens=64,
+    )
+    return LayerInput("layer", torch.randn(ROWS, COLUMNS) * 0.05, stats)
+
+
+def _output_error(layer: LayerInput, packed: PackedWeight) -> float:
+    assert layer.stats is not None
+    x, spec = layer.stats.sample, packed.spec
+    y = bipolar_linear(
+        x,
+        packed.tensors["bit_planes"],
+        packed.tensors["scales"],
+        packed.tensors.get("act_clip"),
+        None,
+        spec.act_bits,
+        spec.group_size,
+        spec.act_granularity == "per_token",
+    )
+    expected = x @ layer.weight.T
+    return ((y - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("granularity", ["per_token", "per_tensor"])
+@pytest.mark.parametrize("group_size", [-1, 32], ids="g{}".format)
+def test_tensors_match_the_format(granularity: str, group_size: int) -> None:
+    settings = BipolarSettings(weight_bits=3, act_bits=4, group_size=group_size, act_granularity=granularity)
+    packed = quantize(_layer(), settings)
+    declared = FORMATS["bipolar"].tensors(packed.spec, packed.shape)
+    assert {n: (t.shape, t.dtype) for n, t in packed.tensors.items()} == {
+        n: (t.shape, t.dtype) for n, t in declared.items()
+    }
+    assert dequantize(packed).shape == (ROWS, COLUMNS)
+
+
+def test_error_falls_as_bits_rise() -> None:
+    layer = _layer()
+    errors = [_output_error(layer, quantize(layer, BipolarSettings(bits, bits))) for bits in (1, 2, 4, 8)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.02  # 8 bits: a step of range / 255
+
+
+@pytest.mark.parametrize("granularity", ["per_token", "per_tensor"])
+@pytest.mark.parametrize("bits", [1, 2, 4], ids="{}-bit".format)
+def test_search_beats_absmax(bits: int, granularity: str) -> None:
+    layer = _layer(outlier=20.0)
+    searched = quantize(layer, BipolarSettings(bits, bits, act_granularity=granularity))
+    plain = quantize(layer, BipolarSettings(bits, bits, act_granularity=granularity, search=False))
+    assert _output_error(layer, searched) < _output_error(layer, plain)
+
+
+def test_one_bit_scale_is_near_the_mean_magnitude() -> None:
+    """For uncorrelated inputs the best 1-bit scale is mean |w|, the classical result."""
+    layer = LayerInput("layer", torch.randn(8, 4096))
+    packed = quantize(layer, BipolarSettings(1, 16))
+    expected = layer.weight.abs().mean(dim=1)
+    torch.testing.assert_close(packed.tensors["scales"][:, 0].float(), expected, rtol=0.06, atol=0)  # an eighth octave
+
+
+def test_weight_only_needs_no_statistics() -> None:
+    assert not needs_stats(BipolarSettings(4, 16))
+    assert needs_stats(BipolarSettings(4, 8))
+    assert "act_clip" not in quantize(LayerInput("layer", torch.randn(4, 16)), BipolarSettings(4, 16)).tensors
+
+
+def test_quantized_activations_without_statistics_are_refused() -> None:
+    with pytest.raises(StatsError, match=r"model\.fc: quantized activations need"):
+        quantize(LayerInput("model.fc", torch.randn(4, 16)), BipolarSettings(4, 8))
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    layer = LayerInput("layer", torch.zeros(3, 16))
+    assert torch.equal(dequantize(quantize(layer, BipolarSettings(2, 16))), torch.zeros(3, 16))
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(RecipeError, match="act_bits is 12"):
+        BipolarSettings(act_bits=12)
