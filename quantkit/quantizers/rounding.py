@@ -1,0 +1,103 @@
+"""Round-to-nearest on a uniform grid per group, stored as bit planes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.formats.base import PackedWeight
+from quantkit.formats.bcq import FORMAT, BcqSpec, check_group_size, check_weight_bits, group_count
+from quantkit.formats.planes import pack_codes
+from quantkit.quantizers.base import LayerInput, error_report
+from quantkit.quantizers.groups import SMALLEST_SCALE, empty_coding, group_batches, weighted_error
+
+# Shrink factors of a group's range that the clip search tries. 1 bit wants about 0.3 of a Gaussian's range.
+_CLIP_RATIOS = tuple(1.0 - 0.025 * i for i in range(31))
+
+
+@dataclass(frozen=True)
+class RtnSettings:
+    """weight_bits: 1-8. group_size: columns per grid, -1 for the row. clip: search the range of least squared error
+    (weighted by E[x^2] with a calibration artifact) instead of taking minimum and maximum."""
+
+    weight_bits: int = 4
+    group_size: int = 128
+    clip: bool = True
+
+    def __post_init__(self) -> None:
+        check_weight_bits(self.weight_bits)
+        check_group_size(self.group_size)
+
+
+@dataclass(frozen=True)
+class UniformGrid:
+    """Levels half_step * (2 code - (2**bits - 1)) + offset, per group; both [G] fp32 holding fp16 values.
+
+    half_step is the scale of the lowest bit plane: plane i has scale half_step * 2**i, an exact conversion.
+    """
+
+    half_step: Tensor
+    offset: Tensor
+    bits: int
+
+    def round(self, values: Tensor) -> Tensor:
+        """Codes [G, g] uint8 of the levels nearest to values [G, g]."""
+        top = 2**self.bits - 1
+        codes = (values - self.offset[:, None]).mul_((0.5 / self.half_step)[:, None]).add_(top / 2)
+        return codes.round_().clamp_(0, top).to(torch.uint8)
+
+    def levels(self, codes: Tensor) -> Tensor:
+        """Values [G, g] fp32 of codes [G, g]."""
+        top = 2**self.bits - 1
+        return (codes.float() * 2 - top).mul_(self.half_step[:, None]).add_(self.offset[:, None])
+
+    def scales(self) -> Tensor:
+        """The grid as binary-coding scales [bits, G] fp32."""
+        return torch.stack([self.half_step * 2.0**i for i in range(self.bits)])
+
+
+def fit_uniform(values: Tensor, importance: Tensor, bits: int, *, symmetric: bool, clip: bool) -> UniformGrid:
+    """The uniform grid of each group with the least weighted squared error over the tried clip ratios.
+
+    values, importance: [G, g] fp32. symmetric: levels mirrored at 0 (offset 0), none of them 0.
+    """
+    if symmetric:
+        high = values.abs().amax(dim=-1)
+        low = -high
+    else:
+        high, low = values.amax(dim=-1), values.amin(dim=-1)
+    offset = ((high + low) / 2).half().float()
+    best = UniformGrid(_half_step(high - low, bits), offset, bits)
+    if not clip:
+        return best
+    least = weighted_error(best.levels(best.round(values)), values, importance)
+    half_step = best.half_step
+    for ratio in _CLIP_RATIOS[1:]:
+        grid = UniformGrid(_half_step((high - low) * ratio, bits), offset, bits)
+        error = weighted_error(grid.levels(grid.round(values)), values, importance)
+        better = error < least
+        least = torch.where(better, error, least)
+        half_step = torch.where(better, grid.half_step, half_step)
+    return UniformGrid(half_step, offset, bits)
+
+
+def _half_step(width: Tensor, bits: int) -> Tensor:
+    return (width / (2 * (2**bits - 1))).half().float().clamp_min(SMALLEST_SCALE)
+
+
+def quantize(layer: LayerInput, settings: RtnSettings) -> PackedWeight:
+    """Round each group to the nearest levels of its own uniform grid; the offset is stored per group."""
+    rows, columns = layer.weight.shape
+    bits, groups = settings.weight_bits, group_count(settings.group_size, columns)
+    codes, scales, offset = empty_coding(layer.weight, bits, groups)
+    for span, values, importance in group_batches(layer.weight, layer.importance(), settings.group_size):
+        grid = fit_uniform(values, importance, bits, symmetric=False, clip=settings.clip)
+        span.put(codes, grid.round(values))
+        span.put_groups(scales, grid.scales())
+        span.put_groups(offset, grid.offset)
+    spec = BcqSpec(weight_bits=bits, group_size=settings.group_size, offset=True)
+    tensors = {"signs": pack_codes(codes, bits), "scales": scales, "offset": offset}
+    report = error_report(layer, FORMAT.dequantize(spec, tensors, (rows, columns)))
+    return PackedWeight(spec, (rows, columns), tensors, report)
