@@ -1,0 +1,27 @@
+"""quantkit: post-training quantization of large language models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quantkit.hooks import when_transformers_loads
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "load"]
+
+
+def load(folder: str, *, device: str = "cpu", dtype: Any = None) -> PreTrainedModel:
+    """The model of a quantkit checkpoint, ready to generate.
+
+    dtype: of the activations and unquantized weights; the checkpoint's own by default.
+    Raises CheckpointError for a folder that is no quantkit checkpoint or is damaged.
+    """
+    from quantkit.checkpoint.read import load_checkpoint
+
+    return load_checkpoint(folder, device=device, dtype=dtype)
+
+
+when_transformers_loads()

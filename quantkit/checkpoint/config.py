@@ -1,0 +1,79 @@
+"""``quantization_config`` in config.json: which layer is stored in which format.
+
+{"quant_method": "quantkit", "format_version": 1,
+ "groups": [{"spec": {"format": "bcq", "weight_bits": 4, "group_size": 128, "offset": true}, "layers": {name: [N, K]}}],
+ "ignore": [names of the Linears left in floating point],
+ "meta": {"quantizer": "quantkit 0.1.0", "recipe": {...}, "calibration": {...} or null}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.errors import CheckpointError
+from quantkit.formats.base import Shape
+from quantkit.formats.table import spec_from_json, spec_to_json, stored_bytes
+
+QUANT_METHOD = "quantkit"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """One quantized Linear: its format spec and its (N, K)."""
+
+    spec: Any
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """layers: by module name. ignore: Linears kept in floating point. meta: provenance."""
+
+    layers: Mapping[str, StoredLayer]
+    ignore: tuple[str, ...]
+    meta: Mapping[str, Any]
+
+
+def config_to_json(config: CheckpointConfig) -> dict[str, Any]:
+    """The document above; layers of equal spec share a group, in order of first appearance."""
+    groups: dict[Any, dict[str, list[int]]] = {}
+    for name, layer in config.layers.items():
+        groups.setdefault(layer.spec, {})[name] = list(layer.shape)
+    return {
+        "quant_method": QUANT_METHOD,
+        "format_version": FORMAT_VERSION,
+        "groups": [{"spec": spec_to_json(spec), "layers": layers} for spec, layers in groups.items()],
+        "ignore": list(config.ignore),
+        "meta": dict(config.meta),
+    }
+
+
+def config_from_json(document: Mapping[str, Any]) -> CheckpointConfig:
+    """Inverse of config_to_json.
+
+    Raises CheckpointError for another quant_method, an unknown format_version or a malformed group.
+    """
+    if document.get("quant_method") != QUANT_METHOD:
+        raise CheckpointError(f"quant_method is {document.get('quant_method')!r}, not {QUANT_METHOD!r}")
+    version = document.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CheckpointError(f"format_version is {version!r}; this quantkit reads {FORMAT_VERSION}: upgrade quantkit")
+    try:
+        layers = {}
+        for group in document["groups"]:
+            spec = spec_from_json(group["spec"])
+            for name, (rows, columns) in group["layers"].items():
+                layers[name] = StoredLayer(spec, (int(rows), int(columns)))
+        return CheckpointConfig(layers, tuple(document["ignore"]), document["meta"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"quantization_config is malformed: {error!r}") from error
+
+
+def bits_per_weight(config: CheckpointConfig) -> float:
+    """Stored bits per weight over all quantized layers: codes, scales and offsets; biases are not counted."""
+    stored = sum(stored_bytes(layer.spec, layer.shape) for layer in config.layers.values())
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in config.layers.values())
+    return 8 * stored / weights

@@ -1,0 +1,84 @@
+"""What ``quantkit inspect`` shows: every layer of a checkpoint, and its size in all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.config import bits_per_weight
+from quantkit.checkpoint.read import read_checkpoint, read_report
+from quantkit.checkpoint.write import folder_bytes
+from quantkit.formats.table import FORMATS, format_name, stored_bytes
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One quantized Linear. settings: the spec's fields. measured: what the quantizer reported."""
+
+    name: str
+    method: str
+    format: str
+    shape: tuple[int, int]
+    weight_bits: int
+    act_bits: int
+    settings: Mapping[str, Any]
+    bytes: int
+    bits_per_weight: float
+    measured: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckpointSummary:
+    """bits_per_weight and quantized_bytes: of the quantized layers. bytes: of all weight files.
+
+    ignore: Linears left in floating point.
+    """
+
+    layers: tuple[LayerSummary, ...]
+    ignore: tuple[str, ...]
+    bits_per_weight: float
+    bytes: int
+    quantized_bytes: int
+    recipe: str
+    calibration: Mapping[str, Any] | None
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as a JSON document."""
+        return asdict(self)
+
+
+def summarize(folder: Path) -> CheckpointSummary:
+    """Read a checkpoint's config, headers and report; no tensor is loaded.
+
+    Raises CheckpointError as read_checkpoint and read_report do.
+    """
+    config, report = read_checkpoint(folder), read_report(folder).get("layers", {})
+    layers = []
+    for name, layer in config.layers.items():
+        row, size = FORMATS[format_name(layer.spec)], stored_bytes(layer.spec, layer.shape)
+        measured = dict(report.get(name, {}))
+        layers.append(
+            LayerSummary(
+                name=name,
+                method=measured.pop("method", format_name(layer.spec)),
+                format=format_name(layer.spec),
+                shape=layer.shape,
+                weight_bits=row.weight_bits(layer.spec),
+                act_bits=row.act_bits(layer.spec),
+                settings=asdict(layer.spec),
+                bytes=size,
+                bits_per_weight=8 * size / (layer.shape[0] * layer.shape[1]),
+                measured=measured,
+            )
+        )
+    return CheckpointSummary(
+        layers=tuple(layers),
+        ignore=config.ignore,
+        bits_per_weight=bits_per_weight(config),
+        bytes=folder_bytes(folder),
+        quantized_bytes=sum(layer.bytes for layer in layers),
+        recipe=str(config.meta.get("recipe")),
+        calibration=config.meta.get("calibration"),
+    )

@@ -1,0 +1,111 @@
+"""``from_pretrained`` for quantized checkpoints: the ``quantkit`` row of transformers' quantizer tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+# The package's own names are not bound yet while quantkit's import hook runs inside it: import from the modules.
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, config_from_json
+from quantkit.checkpoint.read import check_tensors
+from quantkit.errors import CheckpointError
+from quantkit.nn.quantized_linear import QuantizedLinear
+
+
+class QuantkitConfig(QuantizationConfigMixin):
+    """``quantization_config`` of config.json; see quantkit.checkpoint.config for its fields."""
+
+    def __init__(self, **document: Any):
+        self.quant_method = QUANT_METHOD
+        self.document = {**document, "quant_method": QUANT_METHOD}
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.document)
+
+
+class QuantkitQuantizer(HfQuantizer):
+    """Builds the module skeleton before transformers loads the tensors, and checks afterwards that all came."""
+
+    requires_calibration = True  # refuses quantization_config= on a floating-point checkpoint
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        config = config_from_json(self.quantization_config.to_dict())
+        # Here and not after loading: transformers fills a missing tensor with whatever was in memory and only
+        # warns, and 5.17 loads a mis-shaped one silently.
+        check_tensors(config, checkpoint_files or [])
+        install_skeleton(model, config)
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
+        """Nothing is left to do: every tensor was checked against the files' headers before loading."""
+
+    def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
+        """No entry beyond the model's own: every stored tensor has N at dim -2 and K at dim -1."""
+
+    def update_tp_plan(self, config: Any) -> Any:
+        """The same for transformers 5.17."""
+        return config
+
+
+def install_skeleton(model: nn.Module, config: CheckpointConfig) -> None:
+    """Replace every quantized Linear of a model on the meta device by an empty QuantizedLinear.
+
+    Raises CheckpointError where the checkpoint names a layer that the model does not have.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    for name, layer in config.layers.items():
+        # AutoModel has no "model." in front of the names that AutoModelForCausalLM wrote.
+        own = name if prefix and hasattr(model, prefix) else name.removeprefix(f"{prefix}.")
+        try:
+            module = model.get_submodule(own)
+        except AttributeError as error:
+            raise CheckpointError(f"quantization_config names the layer {name!r}, which this model lacks") from error
+        if not isinstance(module, (nn.Linear, Conv1D)):
+            raise CheckpointError(f"quantization_config names {name!r}, which is a {type(module).__name__}, no Linear")
+        columns, rows = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
+        if (rows, columns) != layer.shape:
+            raise CheckpointError(f"{name}: config.json builds it as {(rows, columns)}, stored is {layer.shape}")
+        has_bias = module.bias is not None
+        replacement = QuantizedLinear(layer.spec, columns, rows, has_bias, module.weight.dtype, device="meta")
+        model.set_submodule(own, replacement)
+
+
+def register() -> None:
+    """Make ``quantkit`` known to transformers; calling it again changes nothing."""
+    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(QUANT_METHOD)(QuantkitConfig)
+        register_quantizer(QUANT_METHOD)(QuantkitQuantizer)
+
+
+def attach_config(model: nn.Module, document: dict[str, Any]) -> None:
+    """Mark an in-memory model as quantized, so that save_pretrained writes quantization_config."""
+    register()
+    config = QuantkitConfig(**document)
+    model.config.quantization_config = config
+    model.hf_quantizer = QuantkitQuantizer(config)
+    model.is_quantized = True  # type: ignore[assignment]
+
+
+register()
