@@ -1,7 +1,8 @@
-"""Where the files shipped beside the code are: recipes and CUDA sources, in a wheel or in a checkout."""
+"""Where files are: recipes and CUDA sources, in a wheel or in a checkout; what quantkit keeps in the user's cache."""
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,12 @@ def asset_folder(name: str) -> Path:
     """``recipes`` or ``kernels``: inside the installed package, else at the root of the checkout."""
     installed = _PACKAGE / name
     return installed if installed.is_dir() else _PACKAGE.parent / name
+
+
+def cache_folder() -> Path:
+    """quantkit's folder in the user's cache (XDG_CACHE_HOME, else ~/.cache); not created here."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "quantkit"
 
 
 def recipe_names() -> list[str]:
@@ -34,5 +41,5 @@ def recipe_path(name_or_file: str) -> Path:
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return path
     raise RecipeError(
-        f"recipe {name_or_file!r}: no such file and no shipped recipe of that name; shipped: {', '.join(recipe_names())}"
+        f"recipe {name_or_file!r}: neither a .yaml file nor a shipped recipe; shipped are {', '.join(recipe_names())}"
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, get_args, get_type_hints
 
 from torch import nn
 
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight
-from quantkit.quantizers import bcq, rounding
+from quantkit.quantizers import bcq, bipolar, rounding
 from quantkit.quantizers.base import LayerInput
 from quantkit.recipe import Recipe, nearest
 
@@ -48,6 +49,7 @@ class Method:
 
 METHODS: dict[str, Method] = {
     "bcq": Method(bcq.BcqSettings, bcq.quantize),
+    "bipolar": Method(bipolar.BipolarSettings, bipolar.quantize, needs_stats=bipolar.needs_stats),
     "rtn": Method(rounding.RtnSettings, rounding.quantize),
 }
 
@@ -58,7 +60,7 @@ def plan_layers(recipe: Recipe, layers: list[str]) -> dict[str, LayerPlan]:
     Raises RecipeError for an unknown method or setting, an impossible value, or a glob that matches no layer.
     """
     for rule in recipe.layers:
-        if not any(recipe_matches(rule.match, layer) for layer in layers):
+        if not any(fnmatchcase(layer, rule.match) for layer in layers):
             raise RecipeError(f"recipe {recipe.name}: layers entry {rule.match!r} matches no layer of this model")
     plans = {}
     for layer in layers:
@@ -77,28 +79,29 @@ def check_recipe(recipe: Recipe) -> None:
     """
     _settings(recipe.name, recipe.method, dict(recipe.settings))
     for rule in recipe.layers:
-        method, settings = recipe.settings_for(rule.match)
-        _settings(recipe.name, method, settings)
-
-
-def recipe_matches(glob: str, layer: str) -> bool:
-    """Whether a recipe's glob names this layer."""
-    from fnmatch import fnmatchcase
-
-    return fnmatchcase(layer, glob)
+        _settings(recipe.name, *recipe.apply(rule))
 
 
 def _settings(recipe: str, method: str, values: dict[str, Any]) -> Any:
     if method not in METHODS:
         raise RecipeError(f"recipe {recipe}: unknown method {method!r}; {nearest(method, METHODS)}")
     cls = METHODS[method].settings
-    known = {field.name: field.type for field in fields(cls)}
-    for key in values:
+    known = get_type_hints(cls)
+    for key, value in values.items():
         if key not in known:
             raise RecipeError(f"recipe {recipe}: method {method} has no setting {key!r}; {nearest(key, known)}")
+        if not _fits(value, known[key]):
+            wanted = getattr(known[key], "__name__", str(known[key]))
+            raise RecipeError(f"recipe {recipe}: {key} is {value!r}; method {method} expects {wanted}")
     try:
         return cls(**values)
     except RecipeError as error:
         raise RecipeError(f"recipe {recipe}: {error}") from error
-    except TypeError as error:
-        raise RecipeError(f"recipe {recipe}: method {method}: {error}") from error
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    """Whether a YAML value is of the annotated type; an integer counts as a float, a bool not as a number."""
+    options = get_args(wanted) or (wanted,)
+    if isinstance(value, bool):
+        return bool in options
+    return isinstance(value, options) or (isinstance(value, int) and float in options)

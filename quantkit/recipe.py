@@ -14,7 +14,6 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -53,9 +52,13 @@ class Recipe:
         """(method, settings) of one layer: the first matching rule over the recipe's defaults."""
         for rule in self.layers:
             if fnmatchcase(layer, rule.match):
-                base = self.settings if rule.method in (None, self.method) else {}
-                return rule.method or self.method, {**base, **rule.settings}
+                return self.apply(rule)
         return self.method, dict(self.settings)
+
+    def apply(self, rule: LayerRule) -> tuple[str, dict[str, Any]]:
+        """(method, settings) of a layer under a rule; the recipe's settings hold unless the method differs."""
+        inherited = self.settings if rule.method in (None, self.method) else {}
+        return rule.method or self.method, {**inherited, **rule.settings}
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as a YAML or JSON document that parse_recipe reads back."""

@@ -29,7 +29,9 @@ class QuantizedLinear(nn.Module):
         for name, tensor in FORMATS[self.format_name].tensors(spec, self.shape).items():
             self.register_parameter(name, _frozen(torch.empty(tensor.shape, dtype=tensor.dtype, device=device)))
         self._fields = tuple(self._parameters)
-        self.register_parameter("bias", _frozen(torch.empty(out_features, dtype=dtype, device=device)) if bias else None)
+        self.register_parameter(
+            "bias", _frozen(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
+        )
 
     @classmethod
     def from_packed(cls, packed: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> QuantizedLinear:

@@ -1,0 +1,56 @@
+"""The ``quantkit`` program: its commands, its version, and how its errors leave."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import quantkit
+from quantkit.cli.calibrate import calibrate
+from quantkit.cli.common import fail
+from quantkit.cli.doctor import doctor
+from quantkit.cli.evaluate import app as evaluate_app
+from quantkit.cli.inspect import inspect
+from quantkit.cli.quantize import quantize
+from quantkit.errors import QuantkitError
+
+
+class _Program(TyperGroup):
+    """Turns an expected error of any command into one line on stderr and exit code 2."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except QuantkitError as error:
+            raise fail(error) from None
+
+
+app = typer.Typer(
+    cls=_Program,
+    help="Make large language models small and fast after training.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"quantkit {quantkit.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+) -> None:
+    pass
+
+
+app.command()(calibrate)
+app.command()(quantize)
+app.add_typer(evaluate_app, name="eval")
+app.command()(inspect)
+app.command()(doctor)

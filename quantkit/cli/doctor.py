@@ -1,0 +1,35 @@
+"""``quantkit doctor``."""
+
+from __future__ import annotations
+
+from quantkit.cli.common import JsonOption, check_json_path, print_facts, print_table, write_json
+
+
+def doctor(json_path: JsonOption = None) -> None:
+    """Show what this machine can run, and the pip line for what is missing."""
+    check_json_path(json_path)
+    from quantkit.doctor import diagnose
+
+    diagnosis = diagnose()
+    print_facts(
+        {
+            "Python": diagnosis.python,
+            "system": diagnosis.system,
+            "torch's CUDA": diagnosis.torch_cuda or "none (CPU build)",
+            "GPUs": ", ".join(gpu.name for gpu in diagnosis.gpus) or "none",
+            "kernels": diagnosis.kernels,
+        }
+    )
+    print_table(
+        "packages",
+        ["package", "version", "for", "if missing"],
+        [[p.name, p.version or "missing", p.purpose, "" if p.version else p.pip_line] for p in diagnosis.packages],
+    )
+    for gpu in diagnosis.gpus:
+        print_table(
+            f"{gpu.name}, compute capability {gpu.compute_capability[0]}.{gpu.compute_capability[1]}, "
+            f"{gpu.memory_bytes / 2**30:.0f} GiB",
+            ["instruction", "support", "used by", "what follows"],
+            [[c.unit, c.support.value, c.used_by, c.note] for c in gpu.capabilities],
+        )
+    write_json(json_path, diagnosis.to_json())

@@ -1,0 +1,173 @@
+"""The quantization job: load, check everything, quantize layer by layer, write the checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import quantkit
+from quantkit.calibration.artifact import Calibration, check_model, load_calibration
+from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, bits_per_weight, config_to_json
+from quantkit.checkpoint.write import check_output, folder_bytes, save_checkpoint
+from quantkit.errors import CalibrationError, ModelError, StatsError
+from quantkit.integrations.transformers import attach_config
+from quantkit.methods import METHODS, LayerPlan, check_recipe, plan_layers
+from quantkit.models.families import block_linears, decoder_blocks, linear_bias, linear_weight
+from quantkit.models.loading import is_quantized, load_model, stored_dtype
+from quantkit.models.streaming import advance, block_hessians, capture_inputs
+from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.progress import track
+from quantkit.quantizers.base import LayerInput
+from quantkit.recipe import Recipe
+
+_LARGEST = torch.finfo(torch.float16).max  # scales and offsets are stored in fp16
+
+
+@dataclass(frozen=True)
+class QuantizeResult:
+    """What the job did: the folder, its size, bits per weight of the quantized layers, seconds of quantizing."""
+
+    folder: Path
+    layers: int
+    bits_per_weight: float
+    bytes: int
+    seconds: float
+    report: Mapping[str, Any]
+
+
+def quantize_model(
+    model: str, recipe: Recipe, out: Path, *, calibration: Path | None, device: str, overwrite: bool
+) -> QuantizeResult:
+    """Quantize a model by a recipe and write it to ``out``; everything is checked before the first layer.
+
+    Raises QuantkitError: recipe, output folder, calibration and weights each with their own subclass.
+    """
+    check_recipe(recipe)
+    check_output(out, overwrite=overwrite, source=model)
+    if is_quantized(model):
+        raise ModelError(f"model {model} is quantized already; give the floating-point original")
+    artifact = load_calibration(calibration) if calibration else None
+    loaded, tokenizer = load_model(model, dtype=torch.float32, device=device)
+    layers = block_linears(loaded)
+    plans = plan_layers(recipe, list(layers))
+    _check_calibration(plans, artifact, loaded, recipe)
+    _check_weights(loaded)
+    started = time.perf_counter()
+    transforms = _transform(loaded, plans, artifact)
+    report = _quantize_layers(loaded, plans, artifact)
+    seconds = time.perf_counter() - started
+    config = _config(loaded, plans, recipe, artifact)
+    loaded.to("cpu", stored_dtype(model))
+    attach_config(loaded, config_to_json(config))
+    document = {
+        "quantkit": quantkit.__version__,
+        "model": model,
+        "recipe": {"name": recipe.name, **recipe.to_json()},
+        "calibration": config.meta["calibration"],
+        "transforms": transforms,
+        "layers": report,
+    }
+    save_checkpoint(loaded, tokenizer, document, out)
+    return QuantizeResult(out, len(plans), bits_per_weight(config), folder_bytes(out), seconds, report)
+
+
+def _check_calibration(
+    plans: Mapping[str, LayerPlan], artifact: Calibration | None, model: nn.Module, recipe: Recipe
+) -> None:
+    if artifact is not None:
+        check_model(artifact, model)
+        absent = [name for name in plans if name not in artifact.layers]
+        if absent:
+            raise CalibrationError(f"the calibration artifact has no statistics for {absent[0]}; calibrate again")
+        return
+    for name, plan in plans.items():
+        method = METHODS[plan.method]
+        if method.needs_stats(plan.settings) or method.needs_hessian(plan.settings):
+            raise CalibrationError(
+                f"recipe {recipe.name}: method {plan.method} needs a calibration artifact for {name}; "
+                "make one with 'quantkit calibrate' and pass --calibration"
+            )
+
+
+def _check_weights(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        peak = parameter.detach().abs().max().item() if parameter.numel() else 0.0
+        if not peak <= _LARGEST:  # also true of NaN
+            what = f"|w| up to {peak:.3g}, beyond fp16" if peak > _LARGEST and peak != float("inf") else "NaN or Inf"
+            raise StatsError(f"{name}: its weights hold {what}; the checkpoint is damaged or diverged")
+
+
+def _transform(
+    model: nn.Module, plans: Mapping[str, LayerPlan], artifact: Calibration | None
+) -> dict[str, dict[str, Any]]:
+    """Run each method's function-preserving edit of the whole model, once, over the layers that use the method."""
+    report = {}
+    for name in sorted({plan.method for plan in plans.values()}):
+        transform = METHODS[name].transform
+        if transform is not None:
+            own = {layer: plan for layer, plan in plans.items() if plan.method == name}
+            report[name] = transform(model, own, artifact)
+    return report
+
+
+def _quantize_layers(
+    model: nn.Module, plans: Mapping[str, LayerPlan], artifact: Calibration | None
+) -> dict[str, dict[str, Any]]:
+    """Quantize and replace every planned layer, block by block; the report of each by name.
+
+    Where a block needs Hessians, they are of the inputs that the blocks before it, already quantized, produce.
+    """
+    streamed = any(METHODS[plan.method].needs_hessian(plan.settings) for plan in plans.values())
+    inputs = capture_inputs(model, artifact.windows) if streamed and artifact is not None else None
+    report: dict[str, dict[str, Any]] = {}
+    blocks = decoder_blocks(model)
+    bar = iter(track(plans, "quantizing", total=len(plans)))
+    for index, (prefix, block) in enumerate(blocks):
+        own = {name: plan for name, plan in plans.items() if name.startswith(f"{prefix}.")}
+        hessians: Mapping[str, Tensor] = {}
+        if inputs is not None:
+            wanted = {n: _module(model, n) for n, p in own.items() if METHODS[p.method].needs_hessian(p.settings)}
+            hessians = block_hessians(block, inputs, index, wanted) if wanted else {}
+        for name, plan in own.items():
+            next(bar)
+            report[name] = _quantize_layer(model, name, plan, artifact, hessians.get(name))
+        if inputs is not None:
+            inputs = advance(block, inputs, index)
+    next(bar, None)
+    return report
+
+
+def _quantize_layer(
+    model: nn.Module, name: str, plan: LayerPlan, artifact: Calibration | None, hessian: Tensor | None
+) -> dict[str, Any]:
+    module = _module(model, name)
+    weight = linear_weight(module).detach().float().contiguous()
+    stats = artifact.layers[name] if artifact is not None else None
+    packed = METHODS[plan.method].quantize(LayerInput(name, weight, stats, hessian), plan.settings)
+    bias = linear_bias(module)
+    model.set_submodule(name, QuantizedLinear.from_packed(packed, bias, module.weight.dtype))
+    return {"method": plan.method, **packed.report}
+
+
+def _config(
+    model: nn.Module, plans: Mapping[str, LayerPlan], recipe: Recipe, artifact: Calibration | None
+) -> CheckpointConfig:
+    ignore = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    meta = {
+        "quantizer": f"quantkit {quantkit.__version__}",
+        "recipe": recipe.name,
+        "calibration": artifact.meta.to_json() if artifact is not None else None,
+    }
+    modules = {name: _module(model, name) for name in plans}
+    layers = {name: StoredLayer(module.spec, module.shape) for name, module in modules.items()}
+    return CheckpointConfig(layers, tuple(ignore), meta)
+
+
+def _module(model: nn.Module, name: str) -> Any:
+    return model.get_submodule(name)
