@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+SAMPLE_ROWS = 128
+
+# A bin of the |x| histogram is the exponent and the four leading mantissa bits of fp32: sixteen bins per octave over
+# the whole range, the same for every layer, so that two histograms of one layer are merged by addition.
+_MANTISSA_BITS_KEPT = 4
+_SHIFT = 23 - _MANTISSA_BITS_KEPT
+HISTOGRAM_BINS = 1 << (8 + _MANTISSA_BITS_KEPT)
 
 
 @dataclass(frozen=True)
@@ -14,9 +23,8 @@ class LayerStats:
     absmax: [K] fp32, max |x| per input channel.
     mean_abs: [K] fp32, mean |x| per input channel.
     mean_square: [K] fp32, E[x^2] per input channel.
-    histogram: [HISTOGRAM_BINS] int64, counts of |x| over the fixed bins of
-        ``quantkit.calibration.collectors`` (the same for every layer, so artifacts merge by addition).
-    sample: [R, K] fp32, a bounded, seeded sample of the rows of x.
+    histogram: [HISTOGRAM_BINS] int64, counts of |x| over the bins of ``histogram_edges``, all channels together.
+    sample: [R, K] fp32, rows of x drawn without replacement, R <= SAMPLE_ROWS; the same tokens in every layer.
     tokens: number of rows seen.
     """
 
@@ -26,3 +34,14 @@ class LayerStats:
     histogram: Tensor
     sample: Tensor
     tokens: int
+
+
+def magnitude_histogram(x: Tensor) -> Tensor:
+    """Counts of |x| [HISTOGRAM_BINS] int64; x: any shape, finite. Bin 0 holds the zeros (and fp32's subnormals)."""
+    bits = x.float().abs().contiguous().view(torch.int32)
+    return torch.bincount((bits >> _SHIFT).flatten(), minlength=HISTOGRAM_BINS)
+
+
+def histogram_edges() -> Tensor:
+    """Lower edges of the bins [HISTOGRAM_BINS] fp32, rising from 0; the last sixteen (Inf, NaN) stay empty."""
+    return (torch.arange(HISTOGRAM_BINS, dtype=torch.int32) << _SHIFT).view(torch.float32)
