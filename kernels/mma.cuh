@@ -1,0 +1,57 @@
+// One-instruction wrappers: tensor cores, asynchronous copies, launch dependencies. The only file with such PTX.
+#pragma once
+#include "common.cuh"
+
+// D = C + popcount(A and B) on 16 x kBits by kBits x 8 bit matrices, one warp.
+// Lane = 4 g + t. A: a[0] row g, a[1] row g + 8, bits 32 t .. 32 t + 31; a[2], a[3] the same rows 128 bits further.
+// B: b[0] column g, bits 32 t ..; b[1] 128 bits further. C: c[0], c[1] row g, columns 2t, 2t + 1; c[2], c[3] row g + 8.
+__device__ __forceinline__ void binaryMma128(int (&c)[4], uint32 a0, uint32 a1, uint32 b0) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(b0));
+}
+
+__device__ __forceinline__ void binaryMma256(int (&c)[4], uint4 a, uint32 b0, uint32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32 sharedAddress(const void* pointer) {
+    return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
+// Copy 16 bytes from global to shared memory, past L1; complete after copyWait in the issuing thread.
+__device__ __forceinline__ void copyAsync16(uint32 shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// The same, keeping the line in L1 for the neighbours that read it again.
+__device__ __forceinline__ void copyAsync16Cached(uint32 shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void copyCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until at most kPending of this thread's newest groups are unfinished.
+template <int kPending>
+__device__ __forceinline__ void copyWait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Under a programmatic dependent launch: wait for the kernels before this one. No effect otherwise.
+__device__ __forceinline__ void waitForPriorKernels() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Under a programmatic dependent launch: let the next kernel's blocks start once every block said so or ended.
+__device__ __forceinline__ void allowNextKernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

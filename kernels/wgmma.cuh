@@ -1,0 +1,162 @@
+// One-instruction wrappers for Hopper (sm_90a): warpgroup products, memory barriers, bulk copies, clusters.
+#pragma once
+#include "mma.cuh"
+
+constexpr int kWarpgroup = 128;       // threads that issue one product together
+constexpr int kWgmmaRows = 64;        // rows of A and D of every warpgroup product
+constexpr int kWgmmaDepthBytes = 32;  // bytes of K of every warpgroup product: 256 bits or 32 bytes
+constexpr int kSwizzleBytes = 128;    // a row of a shared-memory operand; its 16-byte chunks are XORed with row % 8
+
+enum ProductKind : int { kBinary = 0, kUnsignedBytes = 1 };
+
+// Descriptor of a K-major operand at a shared address: rows of 128 bytes, 128-byte swizzle, 8 rows = 1024 bytes.
+__device__ __forceinline__ uint64 operandDescriptor(uint32 shared) {
+    constexpr uint64 kLeading = uint64(1) << 16;       // ignored under a swizzle
+    constexpr uint64 kStride = uint64(1024 >> 4) << 32;  // from 8 rows to the next 8
+    constexpr uint64 kSwizzle128 = uint64(1) << 62;
+    return uint64((shared & 0x3FFFF) >> 4) | kLeading | kStride | kSwizzle128;
+}
+
+__device__ __forceinline__ void productFence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void productCommit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Wait until at most kPending of this warpgroup's newest groups of products are unfinished.
+template <int kPending>
+__device__ __forceinline__ void productWait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Register lists of the accumulators: names %0 .. %(n-1) in the text, the same elements of d as operands.
+#define QK_T0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9"
+#define QK_T(t) ",%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
+#define QK_L32 QK_T0 QK_T(1) QK_T(2) ",%30,%31"
+#define QK_L64 QK_T0 QK_T(1) QK_T(2) QK_T(3) QK_T(4) QK_T(5) ",%60,%61,%62,%63"
+#define QK_L80 QK_T0 QK_T(1) QK_T(2) QK_T(3) QK_T(4) QK_T(5) QK_T(6) QK_T(7)
+#define QK_L96 QK_L80 QK_T(8) ",%90,%91,%92,%93,%94,%95"
+#define QK_L112 QK_L80 QK_T(8) QK_T(9) QK_T(10) ",%110,%111"
+#define QK_L128 QK_L80 QK_T(8) QK_T(9) QK_T(10) QK_T(11) ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define QK_D8(i) \
+    "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), \
+        "+r"(d[i + 7])
+#define QK_D32 QK_D8(0), QK_D8(8), QK_D8(16), QK_D8(24)
+#define QK_D64 QK_D32, QK_D8(32), QK_D8(40), QK_D8(48), QK_D8(56)
+#define QK_D80 QK_D64, QK_D8(64), QK_D8(72)
+#define QK_D96 QK_D80, QK_D8(80), QK_D8(88)
+#define QK_D112 QK_D96, QK_D8(96), QK_D8(104)
+#define QK_D128 QK_D112, QK_D8(112), QK_D8(120)
+
+template <ProductKind kKind, int kColumns>
+struct WarpgroupProduct;
+
+// regs = columns / 2 accumulators; operands regs, regs + 1: descriptors; operand regs + 2: keep (0 starts from zero).
+#define QK_PRODUCT(kind, columns, shape, types, regs, a, b, k) \
+    template <> \
+    struct WarpgroupProduct<kind, columns> { \
+        __device__ static __forceinline__ void add(int* d, uint64 descA, uint64 descB, int keep) { \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #k ", 0;\nwgmma.mma_async.sync.aligned." shape types \
+                         " {" QK_L##regs "}, %" #a ", %" #b ", p;\n}" \
+                         : QK_D##regs \
+                         : "l"(descA), "l"(descB), "r"(keep)); \
+        } \
+    };
+#define QK_BINARY(columns, regs, a, b, k) \
+    QK_PRODUCT(kBinary, columns, "m64n" #columns "k256", ".s32.b1.b1.and.popc", regs, a, b, k)
+#define QK_BYTES(columns, regs, a, b, k) \
+    QK_PRODUCT(kUnsignedBytes, columns, "m64n" #columns "k32", ".s32.u8.u8", regs, a, b, k)
+
+// D[64, columns] += popcount(A and B): d[4 c + e] of thread 32 w + 4 g + t of the warpgroup is
+// row 16 w + g + 8 (e / 2), column 8 c + 2 t + e % 2.
+QK_BINARY(64, 32, 32, 33, 34)
+QK_BINARY(128, 64, 64, 65, 66)
+QK_BINARY(160, 80, 80, 81, 82)
+QK_BINARY(192, 96, 96, 97, 98)
+QK_BINARY(224, 112, 112, 113, 114)
+QK_BINARY(256, 128, 128, 129, 130)
+// The same for unsigned bytes.
+QK_BYTES(64, 32, 32, 33, 34)
+QK_BYTES(128, 64, 64, 65, 66)
+QK_BYTES(256, 128, 128, 129, 130)
+
+__device__ __forceinline__ void barrierInit(uint64* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(sharedAddress(barrier)), "r"(arrivals));
+}
+
+// Makes barrierInit visible to bulk copies and to the other blocks of the cluster.
+__device__ __forceinline__ void barrierInitFence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrive, and let the phase wait for ``bytes`` of bulk copies too.
+__device__ __forceinline__ void barrierExpect(uint64* barrier, uint32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(sharedAddress(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+// Arrive at the same barrier of block ``rank`` of the cluster.
+__device__ __forceinline__ void barrierArriveAt(uint64* barrier, uint32 rank) {
+    asm volatile(
+        "{.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(sharedAddress(barrier)),
+        "r"(rank)
+        : "memory");
+}
+
+__device__ __forceinline__ bool barrierTry(uint64* barrier, uint32 parity) {
+    uint32 done;
+    asm volatile(
+        "{.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(sharedAddress(barrier)), "r"(parity)
+        : "memory");
+    return done != 0;
+}
+
+// Wait for the phase of this parity to complete.
+__device__ __forceinline__ void barrierWait(uint64* barrier, uint32 parity) {
+    while (!barrierTry(barrier, parity)) {
+    }
+}
+
+// Copy global bytes (a multiple of 16, both ends aligned to 16) to shared memory; the barrier counts them.
+__device__ __forceinline__ void copyBulk(uint32 shared, const void* global, uint32 bytes, uint64* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(sharedAddress(barrier))
+        : "memory");
+}
+
+// The same into every block of the cluster named in the mask, at the same address, counted by the same barrier there.
+__device__ __forceinline__ void copyBulkMulticast(uint32 shared, const void* global, uint32 bytes, uint64* barrier,
+                                                  uint16 mask) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+        "%4;" ::"r"(shared),
+        "l"(global), "r"(bytes), "r"(sharedAddress(barrier)), "h"(mask)
+        : "memory");
+}
+
+__device__ __forceinline__ uint32 clusterRank() {
+    uint32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void clusterSync() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Barrier ``id`` (1-15) of the block among ``threads`` threads: wait, or arrive without waiting.
+__device__ __forceinline__ void namedSync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void namedArrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void giveRegisters() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void takeRegisters() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}

@@ -1,0 +1,19 @@
+"""Every kernel instance there is, by compute capability: what CI compiles. A new kernel is one row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from quantkit.cuda.bcq_units import bcq_units
+from quantkit.cuda.units import CompileUnit
+
+COMPILED_CAPABILITIES: tuple[tuple[int, int], ...] = ((8, 0), (8, 6), (8, 9), (9, 0))
+
+INSTANCES: dict[str, Callable[[int, int], Iterator[CompileUnit]]] = {
+    "bcq": bcq_units,
+}
+
+
+def all_units(major: int, minor: int) -> list[CompileUnit]:
+    """Every instance that can be asked for on a GPU of compute capability ``major.minor``."""
+    return [unit for enumerate_units in INSTANCES.values() for unit in enumerate_units(major, minor)]

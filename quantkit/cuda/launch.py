@@ -1,0 +1,80 @@
+"""Launching compiled units on torch's current stream, through CuPy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit.cuda.units import CompileUnit, cached_cubin, cupy_install_line, target
+from quantkit.errors import KernelError
+
+DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+"""Element types as kernels/common.cuh numbers them."""
+
+Argument = Tensor | int | float | None
+"""Tensor or None: a pointer (null for None). int: a 32-bit signed integer. float: fp32."""
+
+_STATIC_SHARED_LIMIT = 48 * 1024  # above this a kernel must be told its dynamic shared memory when it is loaded
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """What CuPy's launcher reads of a stream."""
+
+    ptr: int
+
+
+@cache
+def _load(unit: CompileUnit, device: int, shared_mem: int) -> Any:
+    """The unit's function on a device, with room for ``shared_mem`` bytes of dynamic shared memory.
+
+    Raises KernelError where CuPy is missing, the unit does not compile, or a CUDA graph is being captured: loading a
+    module is not allowed then, so every shape must have run once before.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        raise KernelError(f"kernel {unit.expression} first used inside a CUDA graph capture; run the model once before")
+    try:
+        import cupy
+    except ImportError as error:
+        major = int((torch.version.cuda or "13").split(".")[0])
+        raise KernelError(f"CUDA kernels need CuPy, which is not installed: {cupy_install_line(major)}") from error
+    cubin, symbol = cached_cubin(unit, target(*torch.cuda.get_device_capability(device), unit.hopper))
+    kernel = cupy.RawModule(path=str(cubin)).get_function(symbol)
+    if shared_mem > _STATIC_SHARED_LIMIT:
+        kernel.max_dynamic_shared_size_bytes = shared_mem
+    return kernel.kernel  # the loaded function itself: no lookup per launch
+
+
+def _argument(value: Argument) -> Any:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if value is None:
+        return 0
+    return np.int32(value) if isinstance(value, int) else np.float32(value)
+
+
+def launch(
+    unit: CompileUnit,
+    device: torch.device,
+    *,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: tuple[Argument, ...],
+    shared_mem: int = 0,
+) -> None:
+    """Queue one kernel on the current stream of ``device``; returns at once.
+
+    args: in the kernel's order, see Argument. shared_mem: bytes of dynamic shared memory per block.
+    The first launch of an instance on a device compiles and loads it, so it must come before graph capture.
+    Raises KernelError, see _load.
+    """
+    with torch.cuda.device(device):
+        index = torch.cuda.current_device()
+        function = _load(unit, index, shared_mem)
+        stream = _Stream(torch.cuda.current_stream().cuda_stream)
+        function(grid, block, tuple(map(_argument, args)), shared_mem, stream)

@@ -1,0 +1,48 @@
+"""CUDA sources as one text: local includes inlined, so that a compiled unit depends on nothing outside it."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+from quantkit.assets import asset_folder
+from quantkit.errors import KernelError
+
+_INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
+
+
+@cache
+def kernel_source(file: str) -> str:
+    """The text of kernels/``file`` with every local include inlined once, ``#line`` keeping diagnostics true.
+
+    Raises KernelError for a missing file.
+    """
+    return inline_includes(asset_folder("kernels") / file)
+
+
+def inline_includes(path: Path) -> str:
+    """Inline ``#include "x"`` recursively, each file once (as under ``#pragma once``), relative to the including file.
+
+    Raises KernelError for a missing file.
+    """
+    return "\n".join(_inlined_lines(path.resolve(), set())) + "\n"
+
+
+def _inlined_lines(path: Path, seen: set[Path]) -> list[str]:
+    seen.add(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise KernelError(f"CUDA source {path}: cannot be read ({error.strerror}); reinstall quantkit") from error
+    lines = [f'#line 1 "{path.name}"']
+    for number, line in enumerate(text.splitlines(), start=1):
+        include = _INCLUDE.match(line)
+        if include is None:
+            lines.append("" if line.strip() == "#pragma once" else line)
+            continue
+        target = (path.parent / include[1]).resolve()
+        if target not in seen:
+            lines += _inlined_lines(target, seen)
+        lines.append(f'#line {number + 1} "{path.name}"')
+    return lines
