@@ -112,6 +112,17 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
     return loaded.eval().to(device), tokenizer
 
 
+def stored_dtype(model: str) -> torch.dtype:
+    """The dtype a model's checkpoint is stored in; fp32 where its config names none."""
+    import torch
+    from transformers import AutoConfig
+
+    source = resolve_model(model)
+    with _one_line(f"config of {model}"):
+        config = AutoConfig.from_pretrained(source.location, local_files_only=source.offline is not None)
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
 def fingerprint(model: nn.Module) -> str:
     """sha256 over the architecture and a sample of every parameter: tells models apart, not copies of one.
 
@@ -150,9 +161,13 @@ def _check_complete(model: str, report: dict[str, Any]) -> None:
 
 @contextmanager
 def _one_line(what: str) -> Iterator[None]:
-    """Turn what transformers and safetensors raise for bad input into a one-line ModelError."""
+    """Turn what transformers and safetensors raise, and log besides, for bad input into a one-line ModelError."""
     from safetensors import SafetensorError
+    from transformers.utils import logging
 
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
     try:
         yield
     except QuantkitError:
@@ -160,3 +175,7 @@ def _one_line(what: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ModelError(f"{what} cannot be loaded: {first_line}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,69 @@
+"""``quantkit calibrate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli.common import print_facts
+from quantkit.errors import CalibrationError, DataError
+
+
+def calibrate(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Artifact to write (.safetensors); must not exist.")],
+    model: Annotated[str | None, typer.Argument(help="Hub id, folder, or smollm2-135m (the demo model).")] = None,
+    dataset: Annotated[str | None, typer.Option(help="wikitext2, c4 or pydoc (needs no network).")] = None,
+    text: Annotated[Path | None, typer.Option(help="Local text: .txt, .jsonl or .parquet (column 'text').")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows to draw, without overlap.")] = 128,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 2048,
+    seed: Annotated[int, typer.Option(min=0, help="Of the choice of windows and of the sampled rows.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    merge: Annotated[
+        tuple[Path, Path] | None, typer.Option(metavar="A B", help="Merge two artifacts of one model instead.")
+    ] = None,
+) -> None:
+    """Collect the statistics that quantization methods need, or merge two such artifacts."""
+    _check_out(out)
+    if merge is not None:
+        if model is not None or dataset is not None or text is not None:
+            raise CalibrationError("--merge A B takes no model and no text; it reads both from the artifacts")
+        from quantkit.calibration.artifact import load_calibration, save_calibration
+        from quantkit.calibration.artifact import merge as merge_calibrations
+
+        result = merge_calibrations(load_calibration(merge[0]), load_calibration(merge[1]))
+    else:
+        if model is None:
+            raise DataError("name a MODEL to calibrate, or two artifacts with --merge A B")
+        from quantkit.data.corpora import check_text, load_text
+        from quantkit.models.loading import load_model, resolve_model
+
+        check_text(dataset, text)
+        resolve_model(model)
+        corpus = load_text(dataset, text, split="train")
+        from quantkit.calibration.artifact import save_calibration
+        from quantkit.calibration.runner import calibrate as collect
+
+        loaded, tokenizer = load_model(model, device=device)
+        result = collect(loaded, tokenizer, corpus, name=model, windows=windows, seq_len=seq_len, seed=seed)
+    save_calibration(result, out)
+    meta = result.meta
+    print_facts(
+        {
+            "artifact": f"{out} ({out.stat().st_size / 1e6:.1f} MB)",
+            "model": meta.model,
+            "layers": str(len(result.layers)),
+            "tokens": f"{meta.tokens} ({len(result.windows)} windows of {meta.seq_len})",
+            "text": ", ".join(f"{source.name} (sha256 {source.sha256}, seed {source.seed})" for source in meta.texts),
+        }
+    )
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix != ".safetensors":
+        raise CalibrationError(f"--out {out}: the artifact is a .safetensors file; give it that suffix")
+    if out.exists():
+        raise CalibrationError(f"--out {out}: exists already; choose another name or remove it")
+    if not out.absolute().parent.is_dir():
+        raise CalibrationError(f"--out {out}: the folder {out.absolute().parent} does not exist")

@@ -1,0 +1,60 @@
+"""``quantkit eval``: how good a model is, quantized or not."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli.common import JsonOption, check_json_path, print_facts, write_json
+
+app = typer.Typer(help="Measure the quality of a model or of a quantized checkpoint.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Keeps ``perplexity`` a sub-command while it is the only one."""
+
+
+@app.command()
+def perplexity(
+    model: Annotated[str, typer.Argument(help="Hub id, folder (also a quantized one), or smollm2-135m.")],
+    dataset: Annotated[str | None, typer.Option(help="wikitext2, c4 or pydoc (needs no network).")] = None,
+    text: Annotated[Path | None, typer.Option(help="Local text: .txt, .jsonl or .parquet (column 'text').")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens per window; by default the recipe's, at most the model's positions.")
+    ] = None,
+    max_windows: Annotated[int | None, typer.Option(help="Read only the first windows of the text.")] = None,
+    recipe: Annotated[str, typer.Option(help="gptq (papers), llamacpp or strided.")] = "gptq",
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    json_path: JsonOption = None,
+) -> None:
+    """Perplexity on a text: the whole recipe is printed beside the number."""
+    check_json_path(json_path)
+    from quantkit.data.corpora import check_text, load_text
+    from quantkit.models.loading import load_model, resolve_model
+
+    check_text(dataset, text)
+    resolve_model(model)
+    from quantkit.evaluation.perplexity import check_options
+    from quantkit.evaluation.perplexity import perplexity as measure
+
+    check_options(recipe, seq_len=seq_len, max_windows=max_windows)
+    corpus = load_text(dataset, text, split="test")
+    loaded, tokenizer = load_model(model, device=device)
+    result = measure(loaded, tokenizer, corpus, seq_len=seq_len, max_windows=max_windows, recipe=recipe)
+    print_facts(
+        {
+            "perplexity": f"{result.perplexity:.4f} +/- {result.stderr:.4f}",
+            "recipe": f"{result.recipe}, windows of {result.seq_len}",
+            "windows": str(result.windows),
+            "tokens": f"{result.tokens} ({result.scored_tokens} scored)",
+            "text": f"{result.text} (sha256 {result.text_sha256})",
+            "BOS": result.bos,
+            "tokenizer": result.tokenizer,
+            "took": f"{result.seconds:.1f} s",
+        }
+    )
+    write_json(json_path, {"model": model, **asdict(result)})
