@@ -20,6 +20,25 @@ __device__ __forceinline__ void binaryMma256(int (&c)[4], uint4 a, uint32 b0, ui
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
+// D = C + A B on unsigned bytes, 16 x 32 by 32 x 8: the same lanes and registers as binaryMma256, 4 bytes for 32 bits.
+__device__ __forceinline__ void byteMma32(int (&c)[4], uint4 a, uint32 b0, uint32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+// Four 8 x 16-byte matrices from shared memory: lane l gives the address of row l % 8 of matrix l / 8, and gets bytes
+// 4 (l % 4) .. of row l / 4 of each.
+__device__ __forceinline__ uint4 loadMatrices(uint32 shared) {
+    uint4 m;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w)
+                 : "r"(shared)
+                 : "memory");
+    return m;
+}
+
 __device__ __forceinline__ uint32 sharedAddress(const void* pointer) {
     return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }

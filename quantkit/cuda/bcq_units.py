@@ -1,11 +1,142 @@
-"""Which instances of the bcq kernels exist."""
+"""Which instances of the bcq kernels exist, their tile sizes and their shared memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
 
 from quantkit.cuda.units import CompileUnit
+from quantkit.errors import KernelError
 from quantkit.formats.planes import MAX_BITS
+
+SEGMENTS = (256, 128, 64, 32)  # columns that share an activation scale: the largest that divides the group size
+TILE_ROWS, TILE_COLUMNS = 16, 256
+_LANES, _VECTOR_BYTES = 32, 16
+_PLANE_BYTES = _LANES * _VECTOR_BYTES  # of one k tile: 16 planes of activations, or one plane of weights
+_META_BYTES, _FLOAT_BYTES = 8, 4
+_LUT_TILE_BYTES = TILE_COLUMNS // 8 * 256 * _FLOAT_BYTES
+_RING_SHARE = 0.65  # of a block's shared memory; the rest is for the activations' planes
+_MAX_DEPTH = 8
+
+_SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10}
+_SHARED_BYTES_ELSEWHERE = 99 << 10
+
+
+@dataclass(frozen=True)
+class BinaryTile:
+    """How a block of bcq_binary_gemv is laid out.
+
+    warps: per block. steps: tiles per slot of a warp's ring. depth: slots per ring, one of which is being read.
+    """
+
+    warps: int
+    steps: int
+    depth: int
+
+
+@dataclass(frozen=True)
+class BinaryPlan:
+    """One launch of bcq_binary_gemv: the instance, its passes over K and its dynamic shared memory."""
+
+    unit: CompileUnit
+    pass_tiles: int
+    shared_mem: int
+    warps: int
+
+
+def shared_limit(major: int, minor: int) -> int:
+    """Bytes of shared memory that one block may use."""
+    return _SHARED_BYTES.get((major, minor), _SHARED_BYTES_ELSEWHERE)
+
+
+def segment_columns(group_size: int) -> int:
+    """Columns per activation scale for a group size (whole row: its width padded to 32).
+
+    Raises KernelError unless group_size is a multiple of 32.
+    """
+    for columns in SEGMENTS:
+        if group_size % columns == 0:
+            return columns
+    raise KernelError(f"bcq_binary_gemv needs a group size that is a multiple of 32, not {group_size}")
+
+
+def tokens_at_once(tokens: int, weight_bits: int) -> int:
+    """Tokens per block: 1, 2 or 4; at most 2 from 7 planes on, where 4 do not fit into the registers."""
+    most = 4 if weight_bits <= 6 else 2
+    return next(count for count in (1, 2, 4) if count >= min(tokens, most))
+
+
+def _step_bytes(weight_bits: int, segment: int) -> int:
+    """Signs and scales of one tile, counting an offset."""
+    return weight_bits * _PLANE_BYTES + TILE_COLUMNS // segment * TILE_ROWS * (weight_bits + 1) * 2
+
+
+def binary_tile(weight_bits: int, segment: int, tokens: int, capability: tuple[int, int]) -> BinaryTile:
+    """The layout for an instance on a compute capability: as many bytes in flight as shared memory allows."""
+    warps = 16 if tokens == 1 and weight_bits <= 4 else 8
+    steps = 2 if weight_bits == 1 else 1
+    slot = warps * steps * _step_bytes(weight_bits, segment)
+    room = int(shared_limit(*capability) * _RING_SHARE)
+    if 2 * slot > room:
+        warps = 8
+        slot = warps * steps * _step_bytes(weight_bits, segment)
+    while 2 * slot > room and warps > 4:
+        warps, slot = warps // 2, slot // 2
+    return BinaryTile(warps, steps, max(2, min(_MAX_DEPTH, room // slot)))
+
+
+def binary_unit(weight_bits: int, segment: int, tokens: int, tile: BinaryTile) -> CompileUnit:
+    """bcq_binary_gemv for a number of planes, a segment width, tokens at once and a layout."""
+    arguments = (weight_bits, segment, tokens, tile.warps, tile.steps, tile.depth)
+    return CompileUnit("bcq_binary_gemv.cu", "bcqBinaryGemv", arguments)
+
+
+def plan_binary(
+    *,
+    weight_bits: int,
+    segment: int,
+    entries: int,
+    tokens: int,
+    row_tiles: int,
+    k_tiles: int,
+    capability: tuple[int, int],
+    tile: BinaryTile | None = None,
+) -> BinaryPlan:
+    """The instance, passes and shared memory of one launch.
+
+    entries: scale entries per group. tokens: at once. row_tiles: the most that one block gets.
+    Raises KernelError where not even one k tile's planes fit beside the rings.
+    """
+    tile = tile or binary_tile(weight_bits, segment, tokens, capability)
+    step = weight_bits * _PLANE_BYTES + TILE_COLUMNS // segment * TILE_ROWS * entries * 2
+    ring = tile.warps * tile.steps * tile.depth * step
+    sums = TILE_ROWS * tokens * _FLOAT_BYTES * (row_tiles + 2 * tile.warps)
+    per_tile = tokens * (_PLANE_BYTES + TILE_COLUMNS // segment * _META_BYTES)
+    fitting = (shared_limit(*capability) - ring - sums) // per_tile
+    if fitting < 1:
+        raise KernelError(f"bcq_binary_gemv: {row_tiles} row tiles per block do not fit into shared memory")
+    pass_tiles = ceil(k_tiles / ceil(k_tiles / fitting))
+    unit = binary_unit(weight_bits, segment, tokens, tile)
+    return BinaryPlan(unit, pass_tiles, ring + sums + per_tile * pass_tiles, tile.warps)
+
+
+def lut_unit(weight_bits: int, fine: bool) -> CompileUnit:
+    """bcq_lut_gemv; fine: groups that are not made of whole 32-column words."""
+    return CompileUnit("bcq_lut_gemv.cu", "bcqLutGemv", (weight_bits, fine))
+
+
+SUM_PARTIALS = CompileUnit("bcq_lut_gemv.cu", "bcqSumPartials")
+
+
+def lut_tiles_per_block(capability: tuple[int, int]) -> int:
+    """k tiles whose tables one block keeps: two where three such blocks fit on a multiprocessor."""
+    return 2 if shared_limit(*capability) >= 3 * _LUT_TILE_BYTES * 2 else 1
+
+
+def lut_shared(tiles: int) -> int:
+    """Bytes of shared memory for the tables of some k tiles."""
+    return tiles * _LUT_TILE_BYTES
 
 
 def dequantize_unit(weight_bits: int) -> CompileUnit:
@@ -15,5 +146,13 @@ def dequantize_unit(weight_bits: int) -> CompileUnit:
 
 def bcq_units(major: int, minor: int) -> Iterator[CompileUnit]:
     """Every bcq instance that can be asked for on a GPU of this compute capability."""
+    yield SUM_PARTIALS
     for weight_bits in range(1, MAX_BITS + 1):
         yield dequantize_unit(weight_bits)
+        for fine in (False, True):
+            yield lut_unit(weight_bits, fine)
+        for segment in SEGMENTS:
+            for tokens in sorted({tokens_at_once(count, weight_bits) for count in (1, 2, 4)}):
+                yield binary_unit(
+                    weight_bits, segment, tokens, binary_tile(weight_bits, segment, tokens, (major, minor))
+                )

@@ -149,12 +149,13 @@ def cached_cubin(unit: CompileUnit, arch: str) -> tuple[Path, str]:
     cubin, symbol = folder / f"{stem}.cubin", folder / f"{stem}.symbol"
     if not cubin.is_file():
         compiled = compile_units([unit], arch)
-        _write_whole(symbol, compiled.symbols[unit.expression].encode())
-        _write_whole(cubin, compiled.image)
+        write_whole(symbol, compiled.symbols[unit.expression].encode())
+        write_whole(cubin, compiled.image)
     return cubin, symbol.read_text(encoding="utf-8")
 
 
-def _write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file of the user's cache in one rename. Raises KernelError where that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as partial:

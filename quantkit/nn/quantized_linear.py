@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,12 @@ class QuantizedLinear(nn.Module):
 
     The stored tensors are Parameters without gradient, under the format's names, so that transformers and
     accelerate load, shard and offload them like any weight. Their dtypes never follow ``.to(dtype)``.
+    On a GPU ``prepare`` replaces them by the kernels' order; the state dict stays canonical, bit for bit.
     """
 
     _hf_quantized_needs_local_tp = True  # transformers' tensor parallelism then hands forward plain local shards
+
+    bias: nn.Parameter | None
 
     def __init__(self, spec: Any, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: Any):
         super().__init__()
@@ -28,7 +31,7 @@ class QuantizedLinear(nn.Module):
         self.format_name = format_name(spec)
         for name, tensor in FORMATS[self.format_name].tensors(spec, self.shape).items():
             self.register_parameter(name, _frozen(torch.empty(tensor.shape, dtype=tensor.dtype, device=device)))
-        self._fields = tuple(self._parameters)
+        self.prepared = False
         self.register_parameter(
             "bias", _frozen(torch.empty(out_features, dtype=dtype, device=device)) if bias else None
         )
@@ -51,15 +54,13 @@ class QuantizedLinear(nn.Module):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The format's tensors by name."""
-        return {name: self._parameters[name] for name in self._fields}  # type: ignore[misc]
+        """The format's tensors by name, restored from the kernels' order where they are in it."""
+        return self._restored() if self.prepared else self._held
 
     @property
     def weight(self) -> Tensor:
         """A stand-in of the right shape, dtype and device that takes no memory (model code asks for these)."""
-        anchor = self._parameters[self._fields[0]]
-        assert anchor is not None
-        weight = torch.zeros((), dtype=self.compute_dtype, device=anchor.device).expand(self.shape)
+        weight = torch.zeros((), dtype=self.compute_dtype, device=self._device).expand(self.shape)
         weight._is_hf_initialized = True  # type: ignore[attr-defined]  # keeps _init_weights away from it
         return weight
 
@@ -68,19 +69,86 @@ class QuantizedLinear(nn.Module):
         return FORMATS[self.format_name].dequantize(self.spec, self.tensors, self.shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        return LINEARS[self.format_name].forward(self.spec, self.tensors, x, self.bias)
+        row = LINEARS[self.format_name]
+        if self.prepared:
+            assert row.prepared_forward is not None
+            return row.prepared_forward(self.spec, self._held, self.shape, x, self.bias)
+        return row.forward(self.spec, self._held, x, self.bias)
+
+    def prepare(self) -> None:
+        """Replace the stored tensors by the order this device's kernels read; nothing to do for some formats."""
+        row = LINEARS[self.format_name]
+        if self.prepared or row.prepare is None:
+            return
+        self._replace(row.prepare(self.spec, self._held, self.shape))
+        self.prepared = True
+        if self._device.type == "cuda":
+            # Kernels may start before their predecessor ended, as long as nothing they prefetch is being written.
+            torch.cuda.synchronize(self._device)
+
+    def restore(self) -> None:
+        """Undo ``prepare``: the canonical tensors again, bit for bit."""
+        if self.prepared:
+            self._replace(self._restored())
+            self.prepared = False
+
+    def settle(self) -> None:
+        """Prepared on a GPU, canonical on any other device."""
+        if self._device.type == "cuda":
+            self.prepare()
+        elif self._device.type == "cpu":
+            self.restore()
+
+    @property
+    def _held(self) -> dict[str, Tensor]:
+        """The stored tensors as they are now: every parameter but the bias."""
+        return {name: p for name, p in self._parameters.items() if name != "bias" and p is not None}
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._held.values())).device
+
+    def _restored(self) -> dict[str, Tensor]:
+        row = LINEARS[self.format_name]
+        assert row.restore is not None
+        return row.restore(self.spec, self._held, self.shape)
+
+    def _replace(self, tensors: Mapping[str, Tensor]) -> None:
+        bias = self._parameters.pop("bias")
+        self._parameters.clear()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, _frozen(tensor))
+        self.register_parameter("bias", bias)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.prepared:
+            bias = destination.pop(prefix + "bias", None)
+            for name in self._held:
+                del destination[prefix + name]
+            destination.update({prefix + name: tensor for name, tensor in self._restored().items()})
+            if bias is not None:
+                destination[prefix + "bias"] = bias
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        prepared = self.prepared
+        self.restore()
+        super()._load_from_state_dict(*args)
+        if prepared:
+            self.prepare()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Move the stored tensors with the model but keep their dtypes: they are the format, not activations."""
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            stored = any(tensor is p for name, p in self._parameters.items() if name in self._fields)
-            return moved.to(tensor.dtype) if stored and moved.dtype != tensor.dtype else moved
+            stored = any(tensor is p for p in self._held.values())
+            return tensor.to(moved.device) if stored and moved.dtype != tensor.dtype else moved
 
         super()._apply(move, recurse)
         if self.bias is not None:
             self.compute_dtype = self.bias.dtype
+        self.settle()
         return self
 
     def extra_repr(self) -> str:

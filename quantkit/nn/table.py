@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.formats.base import Shape, Tensors
-from quantkit.nn import bcq_linear, bipolar_linear
+from quantkit.nn import bcq_linear, bipolar_linear, flatten_linear
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,27 @@ class LinearRow:
     prepare: (spec, canonical tensors on a GPU, shape) -> the same content in the order that this GPU's kernels
         read; None where the kernels read the canonical order.
     restore: the exact inverse of prepare, for saving.
-    prepared_forward: as forward, on prepared tensors.
+    prepared_forward: (spec, prepared tensors, shape, x, bias) -> as forward.
     """
 
     forward: Callable[[Any, Tensors, Tensor, Tensor | None], Tensor]
     prepare: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
     restore: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
-    prepared_forward: Callable[[Any, Tensors, Tensor, Tensor | None], Tensor] | None = None
+    prepared_forward: Callable[[Any, Tensors, Shape, Tensor, Tensor | None], Tensor] | None = None
 
 
 LINEARS: dict[str, LinearRow] = {
-    "bcq": LinearRow(forward=bcq_linear.forward),
-    "bipolar": LinearRow(forward=bipolar_linear.forward),
+    "bcq": LinearRow(
+        forward=bcq_linear.forward,
+        prepare=bcq_linear.prepare,
+        restore=bcq_linear.restore,
+        prepared_forward=bcq_linear.prepared_forward,
+    ),
+    "bipolar": LinearRow(
+        forward=bipolar_linear.forward,
+        prepare=bipolar_linear.prepare,
+        restore=bipolar_linear.restore,
+        prepared_forward=bipolar_linear.prepared_forward,
+    ),
+    "flatten": LinearRow(forward=flatten_linear.forward),
 }

@@ -1,0 +1,104 @@
+"""Which bcq kernel runs how many rows: measured once per GPU and shape class, kept in the user's cache.
+
+The table is ``kernels/bcq_choice.json`` in quantkit's cache folder: {GPU: {shape class: {rows: kernel}}}. Editing an
+entry overrides the choice; deleting one has it measured again when a layer of that class is next prepared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from math import log2
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.assets import cache_folder
+from quantkit.cuda.capability import BINARY_MMA, Support, support
+from quantkit.cuda.timing import cold_seconds
+from quantkit.cuda.units import write_whole
+from quantkit.errors import KernelError
+from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, KERNELS, LUT, binary_segment, candidates, product
+
+ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
+_FEW_ROWS = 8
+_TABLE = Path("kernels") / "bcq_choice.json"
+
+Choices = dict[str, dict[str, dict[str, str]]]
+
+
+def shape_class(weight_bits: int, rows: int, columns: int, group_size: int) -> str:
+    """Shapes that share a measurement: planes, activation segment, and N and K to the nearest power of two."""
+    segment = binary_segment(group_size, columns) or "bytes"
+    return f"q{weight_bits}-s{segment}-n{round(log2(rows))}-k{round(log2(columns))}"
+
+
+@cache
+def _table() -> Choices:
+    path = cache_folder() / _TABLE
+    try:
+        table: Choices = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise KernelError(f"kernel table {path}: cannot be read ({error}); delete it to measure again") from error
+    for gpu, classes in table.items():
+        for name, rows in classes.items():
+            for kernel in rows.values():
+                if kernel not in KERNELS:
+                    raise KernelError(f"kernel table {path}: unknown kernel {kernel!r} for {gpu}, {name}")
+    return table
+
+
+def _unmeasured(tokens: int, device: torch.device, usable: tuple[str, ...]) -> str:
+    native = support(BINARY_MMA, *torch.cuda.get_device_capability(device)) is Support.NATIVE
+    if tokens > _FEW_ROWS or usable == (DEQUANTIZE,):
+        return DEQUANTIZE
+    return BINARY if native and BINARY in usable else LUT
+
+
+def choose(x: Tensor, weight_bits: int, out_features: int, group_size: int) -> str:
+    """The kernel for x [M, K]: the measured one, or by the capability table where this class was never measured.
+
+    Raises KernelError for a damaged table.
+    """
+    tokens, columns = x.shape
+    usable = candidates(x.dtype, group_size, columns)
+    if tokens > ROW_CLASSES[-1] or usable == (DEQUANTIZE,):
+        return DEQUANTIZE
+    measured = _table().get(torch.cuda.get_device_name(x.device), {})
+    rows = measured.get(shape_class(weight_bits, out_features, columns, group_size))
+    if rows is None:
+        return _unmeasured(tokens, x.device, usable)
+    return rows[str(next(count for count in ROW_CLASSES if count >= tokens))]
+
+
+def ensure_measured(tiles: Tensor, scale_tiles: Tensor, rows: int, columns: int, group_size: int) -> None:
+    """Measure this weight's shape class on its GPU, unless the table has it; also compiles the kernels it may use.
+
+    Fractions of a second per class. Raises KernelError where a kernel cannot be built.
+    """
+    gpu = torch.cuda.get_device_name(tiles.device)
+    name = shape_class(tiles.shape[2], rows, columns, group_size)
+    if name in _table().get(gpu, {}):
+        return
+    best: dict[str, str] = {}
+    for tokens in ROW_CLASSES:
+        x = torch.randn(tokens, columns, dtype=torch.float16, device=tiles.device)
+        seconds = {
+            kernel: cold_seconds(_call(kernel, x, tiles, scale_tiles, rows, group_size), tiles.device)
+            for kernel in candidates(x.dtype, group_size, columns)
+            if kernel != LUT or tokens <= _FEW_ROWS
+        }
+        best[str(tokens)] = min(seconds, key=seconds.__getitem__)
+    table = {**_table(), gpu: {**_table().get(gpu, {}), name: best}}
+    write_whole(cache_folder() / _TABLE, (json.dumps(table, indent=1) + "\n").encode())
+    _table.cache_clear()
+
+
+def _call(
+    kernel: str, x: Tensor, tiles: Tensor, scale_tiles: Tensor, rows: int, group_size: int
+) -> Callable[[], Tensor]:
+    return lambda: product(kernel, x, tiles, scale_tiles, None, rows, group_size)

@@ -1,0 +1,210 @@
+"""The bcq kernels on a GPU: what each needs, its launch, and the product through any of them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from quantkit.cuda.bcq_units import (
+    SUM_PARTIALS,
+    BinaryTile,
+    dequantize_unit,
+    lut_shared,
+    lut_tiles_per_block,
+    lut_unit,
+    plan_binary,
+    segment_columns,
+    tokens_at_once,
+)
+from quantkit.cuda.launch import DTYPE_CODES, launch
+from quantkit.errors import KernelError
+from quantkit.formats.bcq import group_count, group_width
+from quantkit.ops.bcq_tiles import tile_counts
+
+BINARY, LUT, DEQUANTIZE = "bcq_binary_gemv", "bcq_lut_gemv", "bcq_dequantize"
+KERNELS = (BINARY, LUT, DEQUANTIZE)
+
+_WORD, _WARP, _BLOCK_THREADS, _VECTOR_BYTES = 32, 32, 256, 16
+_LUT_BLOCKS_PER_PROCESSOR = 3
+_GEMV_TYPES = (torch.float16, torch.bfloat16)
+
+
+@cache
+def processor_count(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """(major, minor) of a GPU."""
+    return torch.cuda.get_device_capability(device)
+
+
+def binary_segment(group_size: int, columns: int) -> int | None:
+    """Columns per activation scale in bcq_binary_gemv, or None where the group size rules the kernel out."""
+    if group_count(group_size, columns) == 1:
+        return segment_columns(0)  # one group: every segment belongs to it
+    return segment_columns(group_size) if group_size % _WORD == 0 else None
+
+
+def binary_gemv(
+    x: Tensor,
+    tiles: Tensor,
+    scale_tiles: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    group_size: int,
+    *,
+    tile: BinaryTile | None = None,
+) -> Tensor:
+    """y [M, N] = x [M, K] W^T + bias on binary tensor cores; any M, best for M <= 8.
+
+    x: contiguous fp16 or bf16. bias: in x's type. tile: another block layout than the table's, for tuning.
+    Raises KernelError where the group size is no multiple of 32.
+    """
+    tokens, columns = x.shape
+    segment = binary_segment(group_size, columns)
+    if segment is None:
+        raise KernelError(f"{BINARY} needs a group size that is a multiple of 32, not {group_size}")
+    row_tiles, k_tiles = tile_counts(out_features, columns)
+    _, groups, _, entries, _ = scale_tiles.shape
+    blocks = min(row_tiles, processor_count(x.device))
+    at_once = tokens_at_once(tokens, tiles.shape[2])
+    plan = plan_binary(
+        weight_bits=tiles.shape[2],
+        segment=segment,
+        entries=entries,
+        tokens=at_once,
+        row_tiles=-(-row_tiles // blocks),
+        k_tiles=k_tiles,
+        capability=compute_capability(x.device),
+        tile=tile,
+    )
+    y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
+    vectors = columns % (_VECTOR_BYTES // 2) == 0 and x.data_ptr() % _VECTOR_BYTES == 0
+    per_group = max(1, -(-group_width(group_size, columns) // segment))
+    launch(
+        plan.unit,
+        x.device,
+        grid=(blocks, -(-tokens // at_once)),
+        block=(plan.warps * _WARP,),
+        args=(
+            tiles,
+            scale_tiles,
+            x,
+            bias,
+            y,
+            tokens,
+            out_features,
+            columns,
+            groups,
+            per_group,
+            entries,
+            plan.pass_tiles,
+            DTYPE_CODES[x.dtype],
+            int(vectors),
+        ),
+        shared_mem=plan.shared_mem,
+    )
+    return y
+
+
+def lut_gemv(
+    x: Tensor, tiles: Tensor, scale_tiles: Tensor, bias: Tensor | None, out_features: int, group_size: int
+) -> Tensor:
+    """y [M, N] = x [M, K] W^T + bias through look-up tables (nuQmm 3.2); any group size, for few rows.
+
+    x: contiguous fp16 or bf16. bias: in x's type.
+    """
+    tokens, columns = x.shape
+    row_tiles, k_tiles = tile_counts(out_features, columns)
+    _, groups, _, entries, _ = scale_tiles.shape
+    width = group_width(group_size, columns)
+    block_tiles = min(k_tiles, lut_tiles_per_block(compute_capability(x.device)))
+    ranges = -(-k_tiles // block_tiles)
+    one_wave = _LUT_BLOCKS_PER_PROCESSOR * processor_count(x.device) // ranges
+    blocks = max(1, min(row_tiles, one_wave))
+    partial = torch.empty(ranges, tokens, out_features, dtype=torch.float32, device=x.device)
+    y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
+    dtype = DTYPE_CODES[x.dtype]
+    launch(
+        lut_unit(tiles.shape[2], fine=groups > 1 and width % _WORD != 0),
+        x.device,
+        grid=(blocks, ranges, tokens),
+        block=(_BLOCK_THREADS,),
+        args=(tiles, scale_tiles, x, partial, out_features, columns, groups, width, entries, block_tiles, dtype),
+        shared_mem=lut_shared(block_tiles),
+    )
+    launch(
+        SUM_PARTIALS,
+        x.device,
+        grid=(-(-y.numel() // _BLOCK_THREADS),),
+        block=(_BLOCK_THREADS,),
+        args=(partial, bias, y, ranges, tokens, out_features, dtype),
+    )
+    return y
+
+
+def dequantize_tiles(
+    tiles: Tensor, scale_tiles: Tensor, out_features: int, columns: int, group_size: int, dtype: torch.dtype
+) -> Tensor:
+    """The weight [N, K] in fp16, bf16 or fp32 (nuQmm section 5.1)."""
+    row_tiles, k_tiles = tile_counts(out_features, columns)
+    _, groups, _, entries, _ = scale_tiles.shape
+    weight = torch.empty(out_features, columns, dtype=dtype, device=tiles.device)
+    launch(
+        dequantize_unit(tiles.shape[2]),
+        tiles.device,
+        grid=(-(-row_tiles * k_tiles * _WARP // _BLOCK_THREADS),),
+        block=(_BLOCK_THREADS,),
+        args=(
+            tiles,
+            scale_tiles,
+            weight,
+            out_features,
+            columns,
+            groups,
+            group_width(group_size, columns),
+            entries,
+            DTYPE_CODES[dtype],
+        ),
+    )
+    return weight
+
+
+def candidates(dtype: torch.dtype, group_size: int, columns: int) -> tuple[str, ...]:
+    """Kernels that can run a product with activations of ``dtype``; fp32 activations keep fp32 weights (dequantize)."""
+    if dtype not in _GEMV_TYPES:
+        return (DEQUANTIZE,)
+    return KERNELS if binary_segment(group_size, columns) else (LUT, DEQUANTIZE)
+
+
+def product(
+    kernel: str,
+    x: Tensor,
+    tiles: Tensor,
+    scale_tiles: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    group_size: int,
+) -> Tensor:
+    """y [M, N] = x [M, K] W^T + bias through the named kernel.
+
+    Raises KernelError for an unknown kernel, or one that cannot run these shapes or types.
+    """
+    if kernel not in candidates(x.dtype, group_size, x.shape[-1]):
+        raise KernelError(
+            f"kernel {kernel!r} cannot run {x.dtype} activations with group size {group_size}; "
+            f"choose {', '.join(candidates(x.dtype, group_size, x.shape[-1]))}"
+        )
+    bias = None if bias is None else bias.to(x.dtype)
+    if kernel == BINARY:
+        return binary_gemv(x, tiles, scale_tiles, bias, out_features, group_size)
+    if kernel == LUT:
+        return lut_gemv(x, tiles, scale_tiles, bias, out_features, group_size)
+    weight = dequantize_tiles(tiles, scale_tiles, out_features, x.shape[-1], group_size, x.dtype)
+    return linear(x, weight, bias)

@@ -1,0 +1,70 @@
+"""Preparing and restoring QuantizedLinear, on the CPU: the tile order is the same there, and the twin reads it."""
+
+import copy
+
+import torch
+
+from quantkit.formats.base import PackedWeight
+from quantkit.formats.bcq import BcqSpec
+from quantkit.nn.quantized_linear import QuantizedLinear
+from tests.ops.bcq_cases import random_weight
+
+
+def make_linear(rows: int = 40, columns: int = 328, *, bias: bool = True) -> QuantizedLinear:
+    weight = random_weight(3, rows, columns, 64, offset=True)
+    assert weight.offset is not None
+    tensors = {"signs": weight.signs, "scales": weight.scales, "offset": weight.offset}
+    packed = PackedWeight(BcqSpec(3, 64, True), (rows, columns), tensors, {})
+    return QuantizedLinear.from_packed(packed, torch.randn(rows) if bias else None, torch.float32)
+
+
+def test_prepared_module_computes_the_same() -> None:
+    linear, x = make_linear(), torch.randn(2, 5, 328)
+    expected = linear(x)
+    linear.prepare()
+    assert torch.equal(linear(x), expected)
+
+
+def test_prepared_tensors_replace_the_canonical_ones() -> None:
+    linear = make_linear()
+    linear.prepare()
+    assert sorted(name for name, _ in linear.named_parameters()) == ["bias", "scale_tiles", "tiles"]
+    assert not hasattr(linear, "signs")
+
+
+def test_state_dict_of_a_prepared_module_is_canonical_bit_for_bit() -> None:
+    linear = make_linear()
+    before = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
+    linear.prepare()
+    after = linear.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert linear.prepared
+
+
+def test_state_dict_loads_into_a_prepared_module() -> None:
+    source, target = make_linear(), make_linear()
+    target.prepare()
+    target.load_state_dict(source.state_dict())
+    assert target.prepared
+    x = torch.randn(3, 328)
+    assert torch.equal(target(x), source(x))
+
+
+def test_moving_to_the_cpu_restores_and_keeps_dtypes() -> None:
+    linear = make_linear()
+    canonical = {name: tensor.clone() for name, tensor in linear.tensors.items()}
+    linear.prepare()
+    linear.to(torch.bfloat16)
+    assert not linear.prepared
+    assert linear.compute_dtype == torch.bfloat16
+    assert all(torch.equal(tensor, canonical[name]) for name, tensor in linear.tensors.items())
+
+
+def test_prepared_module_survives_deepcopy_and_weight_stand_in() -> None:
+    linear = make_linear(bias=False)
+    linear.prepare()
+    twin, x = copy.deepcopy(linear), torch.randn(1, 328)
+    assert torch.equal(twin(x), linear(x))
+    assert twin.weight.shape == (40, 328)
+    assert torch.equal(twin.dequantize(), linear.dequantize())

@@ -1,0 +1,219 @@
+"""The bcq ops: the reference twin on every machine, every kernel against fp64 on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.errors import KernelError
+from quantkit.ops.bcq import bcq_dequantize, bcq_linear, bcq_linear_prepared
+from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, KERNELS, LUT, candidates
+from tests.ops.bcq_cases import BcqWeight, random_weight
+
+CUDA = torch.device("cuda")
+# Relative error of the whole output, in norm: rounding of x's type on output (2^-11 and 2^-8), with slack for the
+# fixed-point planes (a few 2^-16) and, for dequantize, the weight rounded to x's type.
+RTOL = {torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2, torch.float32: 2e-5}
+OUTLIER_RTOL = 4e-3  # one element 1000 times the rest: the rest keeps 5 to 6 bits, the norm of y hides it
+TYPES = [torch.float16, torch.bfloat16]
+TYPE_IDS = ["fp16", "bf16"]
+SHAPES = [  # rows, columns, group size
+    (16, 256, 128),
+    (576, 576, 128),  # short last group
+    (1000, 1536, 64),
+    (257, 1000, 32),  # neither a multiple of the tile
+    (1536, 3072, 256),
+    (130, 2304, -1),
+    (96, 777, 96),  # rows of x not 16-byte aligned
+    (40, 500, 24),  # groups of no whole word
+    (200, 4096, 384),
+    (64, 20480, 128),
+]
+SHAPE_IDS = [f"{n}x{k}-g{g}" for n, k, g in SHAPES]
+
+
+def relative_error(y: Tensor, expected: Tensor) -> float:
+    return float((y.double().cpu() - expected).norm() / expected.norm())
+
+
+def reference(weight: BcqWeight, x: Tensor, bias: Tensor | None) -> Tensor:
+    y = x.double().cpu() @ weight.dequantized().T
+    return y if bias is None else y + bias.double().cpu()
+
+
+def run(weight: BcqWeight, x: Tensor, bias: Tensor | None, kernel: str) -> Tensor:
+    tiles, scale_tiles = weight.to(x.device).tiled()
+    return bcq_linear_prepared(x, tiles, scale_tiles, bias, weight.rows, weight.group_size, kernel)
+
+
+def test_prepared_twin_equals_the_canonical_one() -> None:
+    weight, x, bias = random_weight(3, 40, 328, 64, offset=True), torch.randn(2, 3, 328), torch.randn(40)
+    canonical = bcq_linear(x, weight.signs, weight.scales, weight.offset, bias, 64)
+    assert torch.equal(bcq_linear_prepared(x, *weight.tiled(), bias, 40, 64), canonical)
+    assert relative_error(canonical.reshape(6, 40), reference(weight, x.reshape(6, 328), bias)) < RTOL[torch.float32]
+
+
+def test_dequantize_twin_rebuilds_the_weight() -> None:
+    weight = random_weight(2, 20, 300, 128, offset=True)
+    got = bcq_dequantize(*weight.tiled(), 20, 300, 128, torch.float32)
+    assert torch.equal(got.double(), weight.dequantized())
+
+
+def test_ops_pass_opcheck(device: torch.device) -> None:
+    weight = random_weight(2, 32, 320, 64, offset=True).to(device)
+    x = torch.randn(3, 320, device=device).half()
+    torch.library.opcheck(bcq_linear, (x, weight.signs, weight.scales, weight.offset, None, 64))
+    torch.library.opcheck(bcq_linear_prepared, (x, *weight.tiled(), None, 32, 64))
+    torch.library.opcheck(bcq_dequantize, (*weight.tiled(), 32, 320, 64, torch.float16))
+
+
+def test_candidates_follow_type_and_group_size() -> None:
+    assert candidates(torch.float16, 128, 576) == KERNELS
+    assert candidates(torch.float16, -1, 577) == KERNELS
+    assert candidates(torch.bfloat16, 24, 576) == (LUT, DEQUANTIZE)
+    assert candidates(torch.float32, 128, 576) == (DEQUANTIZE,)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("rows", "columns", "group_size"), SHAPES, ids=SHAPE_IDS)
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8], ids="q{}".format)
+def test_kernel_matches_fp64(bits: int, rows: int, columns: int, group_size: int, kernel: str) -> None:
+    if kernel not in candidates(torch.float16, group_size, columns):
+        pytest.skip("the binary kernel needs groups of whole words")
+    for tokens, offset, dtype in [(1, True, torch.float16), (2, False, torch.bfloat16), (7, True, torch.float16)]:
+        weight = random_weight(bits, rows, columns, group_size, offset=offset)
+        x = torch.randn(tokens, columns, device=CUDA).to(dtype)
+        bias = torch.randn(rows, device=CUDA).to(dtype) if offset else None
+        y = run(weight, x, bias, kernel)
+        assert y.dtype == dtype
+        error = relative_error(y, reference(weight, x, bias))
+        assert error < RTOL[dtype], f"{tokens=} {offset=} {dtype=} {error:.2e}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bits", [6, 7], ids="q{}".format)
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8])
+def test_binary_kernel_at_every_token_count(tokens: int, bits: int) -> None:
+    weight = random_weight(bits, 320, 1280, 128, offset=True)
+    x = torch.randn(tokens, 1280, device=CUDA).half()
+    assert relative_error(run(weight, x, None, BINARY), reference(weight, x, None)) < RTOL[torch.float16]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float32], ids=[*TYPE_IDS, "fp32"])
+def test_dequantize_kernel_is_exact_up_to_its_type(dtype: torch.dtype) -> None:
+    weight = random_weight(5, 100, 523, 40, offset=True)
+    got = bcq_dequantize(*weight.to(CUDA).tiled(), 100, 523, 40, dtype).cpu()
+    torch.testing.assert_close(got, weight.dequantized().float().to(dtype), rtol=RTOL[dtype], atol=1e-6)
+
+
+@pytest.mark.cuda
+def test_fp32_activations_keep_fp32_accuracy_and_the_canonical_op_agrees() -> None:
+    weight = random_weight(4, 160, 1024, 128, offset=True)
+    x = torch.randn(3, 1024, device=CUDA)
+    there = weight.to(CUDA)
+    y = bcq_linear(x, there.signs, there.scales, there.offset, None, 128)
+    assert relative_error(y, reference(weight, x, None)) < RTOL[torch.float32]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernel", [BINARY, LUT])
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+def test_unusual_activations(dtype: torch.dtype, kernel: str) -> None:
+    weight = random_weight(3, 96, 1024, 128, offset=True)
+    zeros = torch.zeros(1, 1024, device=CUDA, dtype=dtype)
+    assert not run(weight, zeros, None, kernel).any()
+    outlier = torch.randn(1, 1024, device=CUDA).to(dtype)
+    outlier[0, 300] = 1000.0
+    error = relative_error(run(weight, outlier, None, kernel), reference(weight, outlier, None))
+    assert error < max(OUTLIER_RTOL, RTOL[dtype])
+    denormal = (torch.randn(1, 1024, device=CUDA) * 3e-6).to(dtype)  # below fp16's smallest normal number, 6e-5
+    scaled = random_weight(3, 96, 1024, 128, offset=False)
+    big = BcqWeight(scaled.signs, scaled.scales * 1000, None, 128, 1024)
+    assert relative_error(run(big, denormal, None, kernel), reference(big, denormal, None)) < 4 * RTOL[dtype]
+    for poison in (float("inf"), float("nan")):
+        poisoned = torch.randn(1, 1024, device=CUDA).to(dtype)
+        poisoned[0, 700] = poison
+        assert not run(weight, poisoned, None, kernel).isfinite().any()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_results_repeat_bit_for_bit(kernel: str) -> None:
+    weight = random_weight(4, 1040, 4096, 128, offset=True)
+    x = torch.randn(2, 4096, device=CUDA).half()
+    first = run(weight, x, None, kernel)
+    assert all(torch.equal(run(weight, x, None, kernel), first) for _ in range(10))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_graph_capture_replays_on_new_inputs(kernel: str) -> None:
+    weight = random_weight(2, 512, 1024, 128, offset=True).to(CUDA)
+    tiles, scale_tiles = weight.tiled()
+    x = torch.randn(1, 1024, device=CUDA).half()
+    bcq_linear_prepared(x, tiles, scale_tiles, None, 512, 128, kernel)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = bcq_linear_prepared(x, tiles, scale_tiles, None, 512, 128, kernel)
+    x.copy_(torch.randn(1, 1024))
+    graph.replay()
+    assert relative_error(y, reference(weight.to(torch.device("cpu")), x, None)) < RTOL[torch.float16]
+
+
+@pytest.mark.cuda
+def test_first_use_inside_a_capture_is_refused() -> None:
+    weight = random_weight(7, 32, 256, 64, offset=True).to(CUDA)
+    tiles, scale_tiles = weight.tiled()
+    x = torch.randn(1, 256, device=CUDA).half()
+    torch.cuda.synchronize()
+    with pytest.raises(KernelError, match="run the model once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        bcq_linear_prepared(x, tiles, scale_tiles, None, 32, 64, LUT)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_non_default_stream_is_respected(kernel: str) -> None:
+    weight = random_weight(3, 512, 2048, 128, offset=True)
+    tiles, scale_tiles = weight.to(CUDA).tiled()
+    source = torch.randn(1, 2048, device=CUDA).half()
+    run(weight, source, None, kernel)
+    stream, x = torch.cuda.Stream(), torch.zeros_like(source)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # a kernel on another stream would read the zeros
+        x.copy_(source)
+        y = bcq_linear_prepared(x, tiles, scale_tiles, None, 512, 128, kernel)
+    stream.synchronize()
+    assert relative_error(y, reference(weight, source, None)) < RTOL[torch.float16]
+
+
+@pytest.mark.cuda
+def test_compiles_into_one_graph() -> None:
+    weight = random_weight(4, 256, 512, 128, offset=True)
+    tiles, scale_tiles = weight.to(CUDA).tiled()
+    x = torch.randn(2, 512, device=CUDA).half()
+
+    def block(x: Tensor) -> Tensor:
+        return bcq_linear_prepared(x + 1, tiles, scale_tiles, None, 256, 128).relu()
+
+    torch.testing.assert_close(torch.compile(block, fullgraph=True)(x), block(x))
+
+
+@pytest.mark.cuda
+def test_every_gpu_present_computes_the_same() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU on this machine")
+    weight, x = random_weight(4, 256, 512, 128, offset=True), torch.randn(1, 512).half()
+    results = [run(weight, x.to(f"cuda:{i}"), None, BINARY).cpu() for i in range(2)]
+    assert torch.equal(results[0], results[1])
+
+
+@pytest.mark.cuda
+def test_unusable_kernel_is_refused() -> None:
+    weight = random_weight(2, 32, 240, 24, offset=False)
+    with pytest.raises(KernelError, match=r"group size 24; choose bcq_lut_gemv, bcq_dequantize"):
+        run(weight, torch.randn(1, 240, device=CUDA).half(), None, BINARY)

@@ -1,0 +1,109 @@
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.formats.bcq import group_width
+from quantkit.formats.planes import unpack_bits
+from quantkit.ops.bcq_tiles import TILE_COLUMNS, tile_counts, untile
+from tests.ops.bcq_cases import BcqWeight, random_weight
+
+SHAPES = [(16, 256, 128), (33, 72, 64), (20, 576, 128), (7, 40, 8), (48, 520, -1), (16, 640, 320)]
+SHAPE_IDS = [f"{n}x{k}-g{g}" for n, k, g in SHAPES]
+PLANES = 16
+FIXED_POINT_RTOL = 2.0**-12  # 16-bit planes with one scale per segment of Gaussian x: a few 2^-16, with slack
+
+
+@pytest.mark.parametrize("offset", [False, True], ids=["plain", "offset"])
+@pytest.mark.parametrize(("rows", "columns", "group_size"), SHAPES, ids=SHAPE_IDS)
+def test_restoring_tiles_gives_the_canonical_bits(rows: int, columns: int, group_size: int, offset: bool) -> None:
+    weight = random_weight(3, rows, columns, group_size, offset=offset)
+    stored = untile(*weight.tiled(), rows, columns)
+    assert torch.equal(stored.signs, weight.signs)
+    assert torch.equal(stored.scales, weight.scales)
+    assert (stored.offset is None) == (not offset)
+    if offset:
+        assert stored.offset is not None
+        assert weight.offset is not None
+        assert torch.equal(stored.offset, weight.offset)
+
+
+def test_sign_tiles_follow_the_drawing() -> None:
+    weight = random_weight(2, 40, 700, 128, offset=False)
+    tiles, _ = weight.tiled()
+    bits = unpack_bits(weight.signs, weight.columns)
+    for plane, row, column in [(0, 0, 0), (1, 7, 31), (0, 8, 32), (1, 21, 300), (0, 39, 699), (1, 30, 511)]:
+        row_tile, local = divmod(row, 16)
+        k_tile, inner = divmod(column, TILE_COLUMNS)
+        word, bit = divmod(inner, 32)
+        lane = (local % 8) * 4 + word % 4
+        part = (local // 8) * 2 + word // 4  # x, y, z, w
+        stored = (int(tiles[row_tile, k_tile, plane, lane * 4 + part]) >> bit) & 1
+        assert stored == int(bits[plane, row, column]), (plane, row, column)
+
+
+def test_scale_tiles_follow_the_drawing() -> None:
+    weight = random_weight(2, 40, 700, 128, offset=True)
+    _, scale_tiles = weight.tiled()
+    assert weight.offset is not None
+    for row, group in [(0, 0), (1, 3), (9, 5), (22, 2), (39, 4)]:
+        row_tile, local = divmod(row, 16)
+        quad, place = (local % 8) // 2, local % 2 + 2 * (local // 8)
+        for entry in range(2):
+            assert scale_tiles[row_tile, group, quad, entry, place] == weight.scales[entry, row, group]
+        assert scale_tiles[row_tile, group, quad, 2, place] == weight.offset[row, group]
+
+
+def _planes(x: Tensor) -> tuple[Tensor, float]:
+    """[16, segment] planes and the scale of one segment, as kernels/bcq_planes.cuh defines them."""
+    exponent = int(torch.frexp(x.abs().max()).exponent) - 1
+    scale = 2.0 ** (exponent - 14)
+    codes = torch.round(x / scale).to(torch.int64) & 0xFFFF
+    return torch.stack([(codes >> p) & 1 for p in range(PLANES)]), scale
+
+
+def _fragment_gemv(weight: BcqWeight, x: Tensor, segment: int) -> Tensor:
+    """The binary tensor-core product in plain integers, straight from the tiles: what each lane of a warp computes."""
+    tiles, scale_tiles = weight.tiled()
+    row_tiles, k_tiles = tile_counts(weight.rows, weight.columns)
+    padded = torch.zeros(k_tiles * TILE_COLUMNS, dtype=torch.float64)
+    padded[: weight.columns] = x
+    bits, entries = tiles.shape[2], scale_tiles.shape[3]
+    width = group_width(weight.group_size, weight.columns)
+    y = torch.zeros(row_tiles * 16, dtype=torch.float64)
+    words = tiles.to(torch.int64) & 0xFFFFFFFF
+    for start in range(0, k_tiles * TILE_COLUMNS, segment):
+        part = padded[start : start + segment]
+        if not part.any():
+            continue
+        planes, scale = _planes(part)
+        signed = torch.tensor([2.0**p for p in range(15)] + [-(2.0**15)], dtype=torch.float64)
+        group = min(start // width, scale_tiles.shape[1] - 1)
+        for row in range(row_tiles * 16):
+            local, row_tile = row % 16, row // 16
+            lanes = [(local % 8) * 4 + word % 4 for word in range(8)]
+            for entry in range(entries):
+                a = float(scale_tiles[row_tile, group, (local % 8) // 2, entry, local % 2 + 2 * (local // 8)])
+                codes_sum = float((planes.double().sum(1) * signed).sum())
+                if entry == bits:
+                    y[row] += a * scale * codes_sum
+                    continue
+                tile = words[row_tile, start // TILE_COLUMNS, entry]
+                row_bits = torch.cat(
+                    [(tile[lanes[w] * 4 + (local // 8) * 2 + w // 4] >> torch.arange(32)) & 1 for w in range(8)]
+                )[start % TILE_COLUMNS : start % TILE_COLUMNS + segment]
+                counts = (planes & row_bits).sum(1).double()
+                y[row] += a * scale * float(2 * (counts * signed).sum() - codes_sum)
+    return y[: weight.rows]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "group_size", "segment"),
+    [(18, 576, 128, 128), (16, 320, 32, 32), (16, 300, -1, 256), (16, 400, 192, 64)],
+    ids=["short-last-group", "g32", "row-wise", "g192"],
+)
+def test_plane_counts_from_tiles_give_the_product(rows: int, columns: int, group_size: int, segment: int) -> None:
+    weight = random_weight(2, rows, columns, group_size, offset=True)
+    x = torch.randn(columns).half().double()
+    expected = weight.dequantized() @ x
+    got = _fragment_gemv(weight, x, segment)
+    assert (got - expected).norm() <= FIXED_POINT_RTOL * expected.norm()
