@@ -21,7 +21,7 @@ TEXT_COLUMN = "text"
 ROW_SEPARATOR = "\n\n"
 _WIKITEXT_BLANK_LINE = " \n"
 _C4_DOCUMENTS = 4096  # about 9 MB: many times what calibration reads, a small part of the first shard
-_PYDOC_TEST_EVERY = 4  # topics, by sorted name; what is calibrated on must not be evaluated on
+_PYDOC_TEST_EVERY = 4  # pages; what is calibrated on must not be evaluated on
 _OFFLINE_WAYS = "use --dataset pydoc, --text FILE, or HF_HUB_OFFLINE=1 with a cached download"
 
 
@@ -167,9 +167,10 @@ def _c4_rows(split: Split) -> Iterator[str]:
 
 def _pydoc_rows(split: Split) -> Iterator[str]:
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-    for index, key in enumerate(sorted(topics)):
+    # Some topics have two names: by distinct text, or the same page would be calibrated and evaluated on.
+    for index, page in enumerate(sorted(set(topics.values()))):
         if (index % _PYDOC_TEST_EVERY == 1) == (split == "test"):
-            yield topics[key]
+            yield page
 
 
 _READERS: dict[str, Callable[[Path], Iterator[str]]] = {

@@ -92,6 +92,7 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    _silence_loading_bars()
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"device {device}: no usable GPU here (see quantkit doctor); use --device cpu")
@@ -105,11 +106,24 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
     wanted: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
     with _one_line(f"model {model}"):
         answer: Any = AutoModelForCausalLM.from_pretrained(
-            source.location, dtype=wanted, local_files_only=local_only, output_loading_info=True
+            source.location,
+            dtype=wanted,
+            local_files_only=local_only,
+            ignore_mismatched_sizes=True,  # _check_complete refuses them by name; transformers would not name them
+            output_loading_info=True,
         )
     loaded, report = answer
     _check_complete(model, report)
     return loaded.eval().to(device), tokenizer
+
+
+def _silence_loading_bars() -> None:
+    """Keep stderr to our own progress; downloads, which take minutes, keep their bars."""
+    from huggingface_hub.utils import enable_progress_bars
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # switches the hub's off as well
+    enable_progress_bars()
 
 
 def stored_dtype(model: str) -> torch.dtype:

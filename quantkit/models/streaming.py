@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 from quantkit.errors import ModelError
 from quantkit.models.families import decoder_blocks, model_body
 from quantkit.models.inputs import InputTap
+
+Features = Callable[[Tensor], Tensor]
+"""x [tokens, K] of a Linear -> [tokens, C], what its quantizer calibrates on instead."""
 
 
 @dataclass(frozen=True)
@@ -85,31 +89,44 @@ def advance(block: nn.Module, inputs: BlockInputs, index: int) -> BlockInputs:
 
 
 def block_hessians(
-    block: nn.Module, inputs: BlockInputs, index: int, linears: Mapping[str, nn.Module]
+    block: nn.Module,
+    inputs: BlockInputs,
+    index: int,
+    linears: Mapping[str, nn.Module],
+    features: Mapping[str, Features] | None = None,
 ) -> dict[str, Tensor]:
     """E[x x^T] [K, K] fp32, over all tokens of all windows, of each given Linear of block ``index``.
 
-    Linears that share an input share one tensor. Memory: one [K, K] per distinct input of the given Linears.
+    features: by name of Linear, a function of x to take the matrix of instead: E[f(x) f(x)^T] [C, C].
+    Linears that share an input share one tensor, unless they have features. Memory: one matrix per distinct input.
     Raises ModelError for a Linear that the block never calls.
     """
     sums: dict[str, Tensor] = {}
     tokens: dict[str, int] = {}
 
+    own = features or {}
+
     def accumulate(name: str, x: Tensor) -> None:
-        x = x.float()
+        x = own[name](x).float() if name in own else x.float()
         total = sums.get(name)
         sums[name] = x.t() @ x if total is None else total.addmm_(x.t(), x)
         tokens[name] = tokens.get(name, 0) + x.shape[0]
 
-    with InputTap(linears, accumulate) as tap:
+    groups = [{name: linears[name]} for name in own]
+    groups.append({name: module for name, module in linears.items() if name not in own})
+    aliases: dict[str, str] = {}
+    with ExitStack() as stack:
+        taps = [stack.enter_context(InputTap(group, accumulate)) for group in groups]
         for _ in run_block(block, inputs, index):
             pass
-    silent = [name for name in linears if name not in tap.aliases]
+    for tap in taps:
+        aliases |= tap.aliases
+    silent = [name for name in linears if name not in aliases]
     if silent:
         raise ModelError(f"{silent[0]}: its block never calls it, so there is nothing to calibrate on")
     for name, total in sums.items():
         total.div_(tokens[name])
-    return {name: sums[owner] for name, owner in tap.aliases.items()}
+    return {name: sums[owner] for name, owner in aliases.items()}
 
 
 def _record_calls(model: nn.Module, blocks: list[nn.Module], window: Tensor) -> tuple[BlockCall, ...]:

@@ -1,0 +1,168 @@
+"""The calibration file: round trip, merging, and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from quantkit.calibration.artifact import (
+    Calibration,
+    CalibrationMeta,
+    TextSource,
+    check_model,
+    load_calibration,
+    merge,
+    save_calibration,
+)
+from quantkit.calibration.collectors import Collector, sample_positions
+from quantkit.errors import CalibrationError
+from quantkit.models.loading import load_model
+from quantkit.stats import SAMPLE_ROWS
+
+MEAN_RTOL = 1e-6  # both means were rounded to fp32 before they are merged
+SEQ_LEN = 50
+FIELDS = ("absmax", "mean_abs", "mean_square", "histogram", "sample")
+
+
+def _calibration(x: torch.Tensor, seed: int = 0, fingerprint: str = "f") -> Calibration:
+    """q and k share the input x [tokens, K]; o has half of it."""
+    layers = {}
+    for name, rows in (("q", x), ("o", x / 2)):
+        collector = Collector(name, x.shape[1], sample_positions(len(x), seed), x.device)
+        collector.update(rows)
+        layers[name] = collector.result(len(x))
+    windows = torch.arange(len(x), dtype=torch.int32).reshape(-1, SEQ_LEN) + 1000 * seed
+    source = TextSource(name="text", sha256="0" * 64, seed=seed, windows=len(windows))
+    meta = CalibrationMeta("tiny", fingerprint, (source,), SEQ_LEN, "0.1.0")
+    return Calibration({"q": layers["q"], "k": layers["q"], "o": layers["o"]}, windows, meta)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "a.safetensors"
+    save_calibration(_calibration(torch.randn(200, 6)), path)
+    return path
+
+
+def test_round_trip_is_exact_and_keeps_sharing(tmp_path: Path) -> None:
+    calibration, path = _calibration(torch.randn(200, 6)), tmp_path / "a.safetensors"
+    save_calibration(calibration, path)
+    read = load_calibration(path)
+    assert read.meta == calibration.meta
+    assert torch.equal(read.windows, calibration.windows)
+    assert read.windows.dtype == torch.int32
+    assert list(read.layers) == ["q", "k", "o"]
+    assert read.layers["q"] is read.layers["k"]
+    for name, stats in calibration.layers.items():
+        for field in FIELDS:
+            assert torch.equal(getattr(read.layers[name], field), getattr(stats, field))
+    with safe_open(path, "pt") as file:
+        assert not any(key.startswith("k:") for key in file.keys())  # noqa: SIM118
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_merge_equals_one_collection_of_both_texts() -> None:
+    x = torch.randn(500, 6) * torch.logspace(-2, 2, 6)
+    merged = merge(_calibration(x[:150], seed=0), _calibration(x[150:], seed=1))
+    joint = _calibration(x)
+    assert merged.layers["q"] is merged.layers["k"]
+    for name in ("q", "o"):
+        a, b = merged.layers[name], joint.layers[name]
+        assert torch.equal(a.absmax, b.absmax)
+        assert torch.equal(a.histogram, b.histogram)
+        torch.testing.assert_close(a.mean_abs, b.mean_abs, rtol=MEAN_RTOL, atol=0)
+        torch.testing.assert_close(a.mean_square, b.mean_square, rtol=MEAN_RTOL, atol=0)
+        assert a.tokens == b.tokens == 500
+        assert a.sample.shape == (SAMPLE_ROWS, 6)
+    assert merged.windows.shape == (10, SEQ_LEN)
+    assert merged.meta.tokens == 500
+    assert [source.seed for source in merged.meta.texts] == [0, 1]
+
+
+def test_merged_sample_keeps_the_proportion_of_tokens_and_the_same_rows_in_every_layer() -> None:
+    first, second = _calibration(torch.ones(200, 2)), _calibration(torch.full((600, 2), 2.0), seed=1)
+    merged = merge(first, second)
+    counts = [int((merged.layers["q"].sample[:, 0] == value).sum()) for value in (1, 2)]
+    assert counts == [SAMPLE_ROWS // 4, SAMPLE_ROWS * 3 // 4]
+    assert torch.equal(merged.layers["o"].sample, merged.layers["q"].sample / 2)
+
+
+def test_merge_of_two_short_runs_can_be_saved(tmp_path: Path) -> None:
+    merged = merge(_calibration(torch.randn(50, 3)), _calibration(torch.randn(50, 3), seed=1))
+    save_calibration(merged, tmp_path / "m.safetensors")
+    assert load_calibration(tmp_path / "m.safetensors").layers["q"].sample.shape == (100, 3)
+
+
+def test_merge_refuses_what_does_not_belong_together() -> None:
+    x = torch.randn(200, 6)
+    first = _calibration(x)
+    with pytest.raises(CalibrationError, match="different models"):
+        merge(first, _calibration(x, seed=1, fingerprint="g"))
+    with pytest.raises(CalibrationError, match="counted twice"):
+        merge(first, _calibration(x))
+    other = _calibration(x, seed=1)
+    with pytest.raises(CalibrationError, match="windows of 50 and of 25 tokens"):
+        merge(first, replace(other, meta=replace(other.meta, seq_len=25)))
+
+
+def test_calibration_of_another_model_is_refused(tiny_model: Callable[[str], Path]) -> None:
+    model, _ = load_model(str(tiny_model("llama")))
+    with pytest.raises(CalibrationError, match=r"made for another model \(tiny\)"):
+        check_model(_calibration(torch.randn(50, 6)), model)
+
+
+def _resave(path: Path, **changes: object) -> None:
+    """Write the file again with some tensors replaced (or dropped, for None) and the same metadata."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    tensors |= {key.replace("__", ":"): value for key, value in changes.items()}
+    save_file({key: value for key, value in tensors.items() if value is not None}, path, metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q__absmax": None}, "q:absmax"),
+        ({"windows": None}, "windows"),
+        ({"q__sample": torch.zeros(3, 6)}, r"q:sample is \(3, 6\) instead of \(128, 6\)"),
+        ({"q__mean_abs": torch.zeros(5)}, r"q:mean_abs is \(5,\)"),
+        ({"windows": torch.zeros(2, 50, dtype=torch.int32)}, "windows are"),
+    ],
+    ids=["absent-tensor", "absent-windows", "short-sample", "misshaped", "other-windows"],
+)
+def test_damaged_tensors_are_named(saved: Path, changes: dict[str, object], message: str) -> None:
+    _resave(saved, **changes)
+    with pytest.raises(CalibrationError, match=message):
+        load_calibration(saved)
+
+
+def test_truncated_missing_or_foreign_files_are_refused(saved: Path, tmp_path: Path) -> None:
+    saved.write_bytes(saved.read_bytes()[:-10])
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        load_calibration(saved)
+    with pytest.raises(CalibrationError, match="cannot be read"):
+        load_calibration(tmp_path / "none.safetensors")
+    save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(CalibrationError, match="not a calibration artifact"):
+        load_calibration(tmp_path / "other.safetensors")
+
+
+def test_unknown_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "new.safetensors"
+    save_file({"x": torch.zeros(1)}, path, metadata={"quantkit.calibration": json.dumps({"schema": 99})})
+    with pytest.raises(CalibrationError, match="schema 99; this version reads 1"):
+        load_calibration(path)
+
+
+def test_unwritable_place_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CalibrationError, match="cannot be written"):
+        save_calibration(_calibration(torch.randn(50, 3)), tmp_path / "none" / "a.safetensors")
+    assert list(tmp_path.iterdir()) == []

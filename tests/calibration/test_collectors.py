@@ -1,0 +1,83 @@
+"""Running statistics against the same statistics of all rows at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.calibration.collectors import Collector, sample_positions
+from quantkit.errors import StatsError
+from quantkit.stats import HISTOGRAM_BINS, SAMPLE_ROWS, LayerStats, histogram_edges, magnitude_histogram
+
+MEAN_RTOL = 1e-6  # fp32 sums of a few hundred rows: some roundings of 2^-24
+
+
+def _collect(parts: list[torch.Tensor], seed: int = 0) -> LayerStats:
+    tokens = sum(len(part) for part in parts)
+    collector = Collector("layer", parts[0].shape[1], sample_positions(tokens, seed), parts[0].device)
+    for part in parts:
+        collector.update(part)
+    return collector.result(tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_statistics_equal_those_of_all_rows(device: torch.device, dtype: torch.dtype) -> None:
+    x = (torch.randn(300, 9) * torch.logspace(-3, 3, 9)).to(dtype).to(device)
+    stats = _collect(list(x.split([100, 1, 199])))
+    rows = x.cpu().double()
+    assert torch.equal(stats.absmax.double(), rows.abs().amax(0))
+    torch.testing.assert_close(stats.mean_abs.double(), rows.abs().mean(0), rtol=MEAN_RTOL, atol=0)
+    torch.testing.assert_close(stats.mean_square.double(), rows.square().mean(0), rtol=MEAN_RTOL, atol=0)
+    assert stats.tokens == 300
+    assert all(t.device.type == "cpu" for t in (stats.absmax, stats.histogram, stats.sample))
+
+
+def test_sample_holds_the_seeded_rows_in_order() -> None:
+    x = torch.arange(1000.0)[:, None].repeat(1, 2)
+    stats = _collect(list(x.split(77)), seed=5)
+    positions = sample_positions(1000, 5)
+    assert stats.sample.shape == (SAMPLE_ROWS, 2)
+    assert torch.equal(stats.sample[:, 0].long(), positions)
+    assert len(set(positions.tolist())) == SAMPLE_ROWS
+    assert not torch.equal(positions, sample_positions(1000, 6))
+
+
+def test_short_run_samples_every_row() -> None:
+    x = torch.randn(5, 3)
+    assert torch.equal(_collect([x]).sample, x)
+
+
+def test_histogram_counts_every_value_once_in_its_bin() -> None:
+    x = torch.cat([torch.zeros(7), torch.randn(1000), torch.logspace(-30, 30, 200)])
+    counts, edges = magnitude_histogram(x), histogram_edges()
+    assert counts.shape == edges.shape == (HISTOGRAM_BINS,)
+    assert counts.sum() == x.numel()
+    assert counts[0] == 7
+    expected = torch.bincount(torch.searchsorted(edges[:-16], x.abs(), right=True) - 1, minlength=HISTOGRAM_BINS)
+    assert torch.equal(counts, expected)
+
+
+def test_histogram_edges_rise_by_sixteen_bins_an_octave() -> None:
+    edges = histogram_edges()
+    assert edges[0] == 0
+    finite = edges[:-16]
+    assert bool((finite[1:] > finite[:-1]).all())
+    start = int(torch.searchsorted(finite, torch.tensor(1.0)))
+    assert finite[start] == 1.0
+    assert finite[start + 1] == 1.0625
+    assert finite[start + 16] == 2.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_non_finite_input_names_the_layer(value: float) -> None:
+    x = torch.randn(4, 3)
+    x[2, 1] = value
+    with pytest.raises(StatsError, match="layer: its input holds NaN or Inf"):
+        _collect([x])
+
+
+def test_rows_that_never_came_are_noticed() -> None:
+    collector = Collector("layer", 3, sample_positions(8, 0), torch.device("cpu"))
+    collector.update(torch.randn(4, 3))
+    with pytest.raises(StatsError, match="saw 4 of 8 tokens"):
+        collector.result(8)

@@ -1,0 +1,82 @@
+"""Calibrating tiny models of every family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.calibration.artifact import Calibration, check_model
+from quantkit.calibration.runner import calibrate
+from quantkit.data.corpora import Corpus, load_text
+from quantkit.errors import DataError, StatsError
+from quantkit.models.families import block_linears, linear_shape
+from quantkit.models.loading import load_model
+from quantkit.stats import SAMPLE_ROWS
+
+MEAN_RTOL = 1e-5  # fp32 sums in another order
+
+
+def _run(model: torch.nn.Module, tokenizer: object, corpus: Corpus, windows: int = 3) -> Calibration:
+    return calibrate(model, tokenizer, corpus, name="tiny", windows=windows, seq_len=64, seed=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gpt2"])
+def test_every_linear_gets_the_statistics_of_its_input(
+    family: str, tiny_model: Callable[[str], Path], text_file: Path, device: torch.device
+) -> None:
+    model, tokenizer = load_model(str(tiny_model(family)), device=device)
+    corpus = load_text(None, text_file, split="train")
+    calibration = _run(model, tokenizer, corpus)
+    linears = block_linears(model)
+    assert list(calibration.layers) == list(linears)
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
+    for name, module in linears.items():
+        module.register_forward_pre_hook(
+            lambda _, args, name=name: seen[name].append(args[0].reshape(-1, args[0].shape[-1]))
+        )
+    with torch.no_grad():
+        for window in calibration.windows.split(1):
+            model(window.long().to(device))
+    for name, module in linears.items():
+        x, stats = torch.cat(seen[name]).cpu(), calibration.layers[name]
+        assert stats.absmax.shape == (linear_shape(module)[1],)
+        assert stats.tokens == len(x) == 192
+        torch.testing.assert_close(stats.absmax, x.abs().amax(0))
+        torch.testing.assert_close(stats.mean_square, x.square().mean(0), rtol=MEAN_RTOL, atol=1e-8)
+        assert stats.sample.shape == (SAMPLE_ROWS, x.shape[1])
+        assert int(stats.histogram.sum()) == x.numel()
+
+
+def test_origin_is_recorded(tiny_model: Callable[[str], Path], text_file: Path) -> None:
+    model, tokenizer = load_model(str(tiny_model("llama")))
+    corpus = load_text(None, text_file, split="train")
+    meta = _run(model, tokenizer, corpus).meta
+    assert (meta.model, meta.seq_len, meta.tokens) == ("tiny", 64, 192)
+    (source,) = meta.texts
+    assert (source.name, source.sha256, source.seed, source.windows) == ("sample.txt", corpus.sha256, 0, 3)
+    check_model(_run(model, tokenizer, corpus), model)
+
+
+def test_linears_with_one_input_share_their_statistics(tiny_model: Callable[[str], Path], text_file: Path) -> None:
+    model, tokenizer = load_model(str(tiny_model("opt")))
+    layers = _run(model, tokenizer, load_text(None, text_file, split="train")).layers
+    prefix = "model.decoder.layers.0.self_attn"
+    assert layers[f"{prefix}.q_proj"] is layers[f"{prefix}.k_proj"] is layers[f"{prefix}.v_proj"]
+    assert layers[f"{prefix}.out_proj"] is not layers[f"{prefix}.q_proj"]
+
+
+def test_short_text_is_refused_with_both_counts(tiny_model: Callable[[str], Path]) -> None:
+    model, tokenizer = load_model(str(tiny_model("llama")))
+    with pytest.raises(DataError, match=r"\d+ tokens, but one window takes 64"):
+        _run(model, tokenizer, Corpus("short", ("a line of text",)))
+
+
+def test_overflow_names_the_first_layer_that_sees_it(tiny_model: Callable[[str], Path], text_file: Path) -> None:
+    model, tokenizer = load_model(str(tiny_model("llama")))
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.fill_(float("inf"))
+    with pytest.raises(StatsError, match=r"model\.layers\.0\.mlp\.down_proj: its input holds NaN or Inf"):
+        _run(model, tokenizer, load_text(None, text_file, split="train"))

@@ -1,0 +1,131 @@
+"""Block-by-block runs against the model's own forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
+
+from quantkit.errors import ModelError
+from quantkit.models.families import block_linears, decoder_blocks
+from quantkit.models.loading import load_model
+from quantkit.models.streaming import advance, block_hessians, capture_inputs
+from tests.tiny import VOCABULARY
+
+FINAL_NORM = {
+    "llama": "model.norm",
+    "opt": "model.decoder.final_layer_norm",
+    "bloom": "transformer.ln_f",
+    "gpt2": "transformer.ln_f",
+}
+SUM_RTOL = 1e-4  # fp32 sums over 72 rows in another order
+
+
+def _windows(count: int = 3) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (count, 24), dtype=torch.int32)
+
+
+def _logits_by_blocks(model: nn.Module, windows: torch.Tensor, norm: str) -> torch.Tensor:
+    inputs = capture_inputs(model, windows)
+    for index, (_, block) in enumerate(decoder_blocks(model)):
+        inputs = advance(block, inputs, index)
+    with torch.no_grad():
+        rows = [model.lm_head(model.get_submodule(norm)(hidden)) for hidden in inputs.hidden.split(1)]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("family", FINAL_NORM)
+def test_blocks_in_a_row_equal_the_model(family: str, tiny_model: Callable[[str], Path]) -> None:
+    model, _ = load_model(str(tiny_model(family)))
+    windows = _windows()
+    with torch.no_grad():
+        whole = torch.cat([model(window.long(), use_cache=False).logits for window in windows.split(1)])
+    assert torch.equal(_logits_by_blocks(model, windows, FINAL_NORM[family]), whole)
+
+
+def test_blocks_with_different_masks_equal_the_model() -> None:
+    """Sliding and full attention alternate: every block must be called with its own mask and rotary table."""
+    config = Gemma3TextConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCABULARY,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    windows = _windows()
+    with torch.no_grad():
+        whole = torch.cat([model(window.long(), use_cache=False).logits for window in windows.split(1)])
+    assert torch.equal(_logits_by_blocks(model, windows, "model.norm"), whole)
+
+
+@pytest.mark.parametrize("family", FINAL_NORM)
+def test_hessians_are_the_mean_outer_product(family: str, tiny_model: Callable[[str], Path]) -> None:
+    model, _ = load_model(str(tiny_model(family)))
+    windows = _windows()
+    name, block = decoder_blocks(model)[0]
+    linears = {key: module for key, module in block_linears(model).items() if key.startswith(f"{name}.")}
+    hessians = block_hessians(block, capture_inputs(model, windows), 0, linears)
+    seen: dict[str, list[torch.Tensor]] = {key: [] for key in linears}
+    for key, module in linears.items():
+        module.register_forward_pre_hook(
+            lambda _, args, key=key: seen[key].append(args[0].reshape(-1, args[0].shape[-1]))
+        )
+    with torch.no_grad():
+        for window in windows.split(1):
+            model(window.long(), use_cache=False)
+    for key in linears:
+        x = torch.cat(seen[key]).double()
+        torch.testing.assert_close(hessians[key].double(), x.t() @ x / len(x), rtol=SUM_RTOL, atol=1e-6)
+
+
+def test_linears_with_one_input_share_one_hessian(tiny_model: Callable[[str], Path]) -> None:
+    model, _ = load_model(str(tiny_model("llama")))
+    name, block = decoder_blocks(model)[1]
+    linears = {key: module for key, module in block_linears(model).items() if key.startswith(f"{name}.")}
+    inputs = advance(decoder_blocks(model)[0][1], capture_inputs(model, _windows()), 0)
+    hessians = block_hessians(block, inputs, 1, linears)
+    assert hessians[f"{name}.self_attn.q_proj"] is hessians[f"{name}.self_attn.v_proj"]
+    assert hessians[f"{name}.mlp.gate_proj"] is hessians[f"{name}.mlp.up_proj"]
+    assert len({id(tensor) for tensor in hessians.values()}) == 4
+
+
+def test_a_change_in_one_block_reaches_the_next(tiny_model: Callable[[str], Path]) -> None:
+    model, _ = load_model(str(tiny_model("opt")))
+    windows = _windows(1)
+    block = decoder_blocks(model)[0][1]
+    before = advance(block, capture_inputs(model, windows), 0).hidden.clone()
+    with torch.no_grad():
+        block.fc2.weight.zero_()
+    assert not torch.equal(advance(block, capture_inputs(model, windows), 0).hidden, before)
+
+
+def test_blocks_that_are_no_chain_are_refused() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return self.linear(hidden_states)
+
+    class Forked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, ids: torch.Tensor, use_cache: bool = False) -> torch.Tensor:
+            x = self.embed(ids)
+            return self.blocks[0](x) + self.blocks[1](x.clone())
+
+    with pytest.raises(ModelError, match="block 1 is not fed by the block before it"):
+        capture_inputs(Forked(), torch.zeros(1, 3, dtype=torch.int32))
