@@ -12,10 +12,10 @@ from quantkit.calibration.artifact import Calibration, CalibrationMeta, TextSour
 from quantkit.calibration.collectors import Collector, sample_positions
 from quantkit.data.corpora import Corpus
 from quantkit.data.windows import check_seq_len, check_vocabulary, shuffled_windows, tokenize
-from quantkit.errors import StatsError
+from quantkit.errors import ModelError, StatsError
 from quantkit.models.families import block_linears, model_body
 from quantkit.models.inputs import InputTap
-from quantkit.models.loading import fingerprint
+from quantkit.models.loading import fingerprint, is_quantized
 from quantkit.progress import track
 from quantkit.stats import LayerStats
 
@@ -26,8 +26,10 @@ def calibrate(
     """Statistics of every Linear of the decoder blocks over seeded windows of the corpus.
 
     name: what the artifact calls the model. Runs on the model's device, one window at a time.
-    Raises ModelError, DataError before the pass, StatsError for NaN or Inf in an activation (naming the layer).
+    Raises ModelError (also for a quantized model), DataError before the pass, StatsError for NaN or Inf in an activation (naming the layer).
     """
+    if is_quantized(model):
+        raise ModelError(f"model {name} is quantized already; calibrate the floating-point model that it was made from")
     linears = block_linears(model)
     check_seq_len(seq_len, model)
     ids = tokenize(tokenizer, corpus.text, name=corpus.name)

@@ -11,7 +11,7 @@ import torch
 from quantkit.calibration.artifact import Calibration, check_model
 from quantkit.calibration.runner import calibrate
 from quantkit.data.corpora import Corpus, load_text
-from quantkit.errors import DataError, StatsError
+from quantkit.errors import DataError, ModelError, StatsError
 from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.loading import load_model
 from quantkit.stats import SAMPLE_ROWS
@@ -66,6 +66,13 @@ def test_linears_with_one_input_share_their_statistics(tiny_model: Callable[[str
     prefix = "model.decoder.layers.0.self_attn"
     assert layers[f"{prefix}.q_proj"] is layers[f"{prefix}.k_proj"] is layers[f"{prefix}.v_proj"]
     assert layers[f"{prefix}.out_proj"] is not layers[f"{prefix}.q_proj"]
+
+
+def test_quantized_model_is_refused(tiny_model: Callable[[str], Path], text_file: Path) -> None:
+    model, tokenizer = load_model(str(tiny_model("llama")))
+    model.config.quantization_config = {"quant_method": "quantkit"}
+    with pytest.raises(ModelError, match="model tiny is quantized already"):
+        _run(model, tokenizer, load_text(None, text_file, split="train"))
 
 
 def test_short_text_is_refused_with_both_counts(tiny_model: Callable[[str], Path]) -> None:
