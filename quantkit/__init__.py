@@ -19,7 +19,7 @@ def load(folder: str, *, device: str = "cpu", dtype: Any = None) -> PreTrainedMo
     dtype: of the activations and unquantized weights; the checkpoint's own by default.
     Raises CheckpointError for a folder that is no quantkit checkpoint or is damaged.
     """
-    from quantkit.checkpoint.read import load_checkpoint
+    from quantkit.integrations.transformers import load_checkpoint
 
     return load_checkpoint(folder, device=device, dtype=dtype)
 

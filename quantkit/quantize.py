@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from quantkit.integrations.transformers import attach_config
 from quantkit.methods import METHODS, LayerPlan, check_recipe, plan_layers
 from quantkit.models.families import block_linears, decoder_blocks, linear_bias, linear_weight
 from quantkit.models.loading import is_quantized, load_model, stored_dtype
-from quantkit.models.streaming import advance, block_hessians, capture_inputs
+from quantkit.models.streaming import BlockInputs, Features, advance, block_hessians, capture_inputs
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.progress import track
 from quantkit.quantizers.base import LayerInput
@@ -59,8 +59,8 @@ def quantize_model(
     _check_calibration(plans, artifact, loaded, recipe)
     _check_weights(loaded)
     started = time.perf_counter()
-    transforms = _transform(loaded, plans, artifact)
-    report = _quantize_layers(loaded, plans, artifact)
+    transforms, folded = _transform(loaded, plans, artifact)
+    report = _quantize_layers(loaded, plans, artifact, folded)
     seconds = time.perf_counter() - started
     config = _config(loaded, plans, recipe, artifact)
     loaded.to("cpu", stored_dtype(model))
@@ -105,19 +105,25 @@ def _check_weights(model: nn.Module) -> None:
 
 def _transform(
     model: nn.Module, plans: Mapping[str, LayerPlan], artifact: Calibration | None
-) -> dict[str, dict[str, Any]]:
-    """Run each method's function-preserving edit of the whole model, once, over the layers that use the method."""
-    report = {}
+) -> tuple[dict[str, Mapping[str, Any]], dict[str, Tensor]]:
+    """Run each method's function-preserving edit of the whole model, once, over the layers that use the method.
+
+    Returns each method's report and, by layer name, the scales that were folded.
+    """
+    report: dict[str, Mapping[str, Any]] = {}
+    folded: dict[str, Tensor] = {}
     for name in sorted({plan.method for plan in plans.values()}):
         transform = METHODS[name].transform
         if transform is not None:
             own = {layer: plan for layer, plan in plans.items() if plan.method == name}
-            report[name] = transform(model, own, artifact)
-    return report
+            done = transform(model, own, artifact)
+            report[name] = done.report
+            folded |= done.folded_scales
+    return report, folded
 
 
 def _quantize_layers(
-    model: nn.Module, plans: Mapping[str, LayerPlan], artifact: Calibration | None
+    model: nn.Module, plans: Mapping[str, LayerPlan], artifact: Calibration | None, folded: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
     """Quantize and replace every planned layer, block by block; the report of each by name.
 
@@ -130,28 +136,52 @@ def _quantize_layers(
     bar = iter(track(plans, "quantizing", total=len(plans)))
     for index, (prefix, block) in enumerate(blocks):
         own = {name: plan for name, plan in plans.items() if name.startswith(f"{prefix}.")}
-        hessians: Mapping[str, Tensor] = {}
+        layers = {name: _layer_input(model, name, artifact, folded.get(name)) for name in own}
         if inputs is not None:
-            wanted = {n: _module(model, n) for n, p in own.items() if METHODS[p.method].needs_hessian(p.settings)}
-            hessians = block_hessians(block, inputs, index, wanted) if wanted else {}
+            layers |= _with_hessians(model, block, index, inputs, own, layers)
         for name, plan in own.items():
             next(bar)
-            report[name] = _quantize_layer(model, name, plan, artifact, hessians.get(name))
+            report[name] = _quantize_layer(model, plan, layers.pop(name))
         if inputs is not None:
             inputs = advance(block, inputs, index)
     next(bar, None)
     return report
 
 
-def _quantize_layer(
-    model: nn.Module, name: str, plan: LayerPlan, artifact: Calibration | None, hessian: Tensor | None
-) -> dict[str, Any]:
-    module = _module(model, name)
-    weight = linear_weight(module).detach().float().contiguous()
+def _layer_input(model: nn.Module, name: str, artifact: Calibration | None, folded: Tensor | None) -> LayerInput:
+    weight = linear_weight(_module(model, name)).detach().float().contiguous()
     stats = artifact.layers[name] if artifact is not None else None
-    packed = METHODS[plan.method].quantize(LayerInput(name, weight, stats, hessian), plan.settings)
+    return LayerInput(name, weight, stats, folded_scale=folded)
+
+
+def _with_hessians(
+    model: nn.Module,
+    block: nn.Module,
+    index: int,
+    inputs: BlockInputs,
+    plans: Mapping[str, LayerPlan],
+    layers: Mapping[str, LayerInput],
+) -> dict[str, LayerInput]:
+    """The layers of one block whose methods ask for a Hessian, each with it."""
+    wanted: dict[str, nn.Module] = {}
+    features: dict[str, Features] = {}
+    for name, plan in plans.items():
+        method = METHODS[plan.method]
+        if method.needs_hessian(plan.settings):
+            wanted[name] = _module(model, name)
+            if method.hessian_features is not None:
+                features[name] = method.hessian_features(layers[name], plan.settings)
+    if not wanted:
+        return {}
+    hessians = block_hessians(block, inputs, index, wanted, features)
+    return {name: replace(layers[name], hessian=hessian) for name, hessian in hessians.items()}
+
+
+def _quantize_layer(model: nn.Module, plan: LayerPlan, layer: LayerInput) -> dict[str, Any]:
+    module = _module(model, layer.name)
+    packed = METHODS[plan.method].quantize(layer, plan.settings)
     bias = linear_bias(module)
-    model.set_submodule(name, QuantizedLinear.from_packed(packed, bias, module.weight.dtype))
+    model.set_submodule(layer.name, QuantizedLinear.from_packed(packed, bias, module.weight.dtype))
     return {"method": plan.method, **packed.report}
 
 

@@ -10,10 +10,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from quantkit.errors import QuantkitError
 
 EXIT_USER_ERROR = 2
+PIPED_WIDTH = 240
 
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the numbers as JSON.")]
 SetOption = Annotated[
@@ -40,13 +42,21 @@ def write_json(path: Path | None, numbers: Any) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout: first column left-aligned, the rest right-aligned."""
+    """A table on stdout; columns of numbers are right-aligned. Piped output is not folded to a terminal's width."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, PIPED_WIDTH)
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
+        numeric = any(row[index] for row in rows) and all(_is_number(row[index]) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+        table.add_row(*map(Text, row))  # Text: 'quantkit[eval]' is no markup
+    console.print(table)
+
+
+def _is_number(cell: str) -> bool:
+    return not cell or cell[0] in "+-.0123456789"
 
 
 def print_facts(facts: Mapping[str, str]) -> None:

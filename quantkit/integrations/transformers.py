@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 # The package's own names are not bound yet while quantkit's import hook runs inside it: import from the modules.
@@ -17,7 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, config_from_json
-from quantkit.checkpoint.read import check_tensors
+from quantkit.checkpoint.read import check_tensors, read_checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.nn.quantized_linear import QuantizedLinear
 
@@ -97,6 +100,15 @@ def register() -> None:
     if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantization_config(QUANT_METHOD)(QuantkitConfig)
         register_quantizer(QUANT_METHOD)(QuantkitQuantizer)
+
+
+def load_checkpoint(folder: str, *, device: str, dtype: torch.dtype | None) -> Any:
+    """The model of a local quantkit checkpoint, in eval mode on the device; dtype None keeps the checkpoint's.
+
+    Raises CheckpointError for a folder that is no quantkit checkpoint or is damaged.
+    """
+    read_checkpoint(Path(folder))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval().to(device)
 
 
 def attach_config(model: nn.Module, document: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,19 +19,34 @@ class LayerInput:
     name: the module's name, for error messages.
     weight: [N, K] fp32, contiguous, checked finite.
     stats: input statistics, or None where no calibration artifact was given.
-    hessian: [K, K] fp32, mean of x x^T over the calibration tokens, or None unless the method asked for it.
+    hessian: [K, K] fp32, mean of x x^T over the calibration tokens, or None unless the method asked for it; of the
+        method's ``hessian_features`` of x where it has them.
+    folded_scale: [K] fp32, what a transform already took out of the input and put into the weight (smoothing):
+        ``weight`` has it in, ``stats`` are of the input before. None where nothing was folded.
     """
 
     name: str
     weight: Tensor
     stats: LayerStats | None = None
     hessian: Tensor | None = None
+    folded_scale: Tensor | None = None
 
     def importance(self) -> Tensor:
         """[K] fp32 weight of the squared error per input channel: E[x^2], or 1 without statistics."""
         if self.stats is None:
             return torch.ones(self.weight.shape[1], device=self.weight.device)
         return self.stats.mean_square.to(self.weight)
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """What a method's edit of the whole model did.
+
+    report: JSON values for quantkit.json. folded_scales: LayerInput.folded_scale by layer name.
+    """
+
+    report: Mapping[str, Any]
+    folded_scales: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def error_report(layer: LayerInput, dequantized: Tensor) -> dict[str, Any]:

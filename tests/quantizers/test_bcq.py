@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_gaussian_weights_reach_the_known_error(bits: int) -> None:
 def test_error_falls_with_bits(offset: bool) -> None:
     weight = _gaussian(8, 200)
     errors = [_error(weight, BcqSettings(weight_bits=bits, group_size=64, offset=offset)) for bits in range(1, 9)]
-    assert all(more < less for less, more in zip(errors, errors[1:], strict=False))
+    assert all(more < less for less, more in pairwise(errors))
 
 
 def test_reported_error_is_that_of_the_stored_tensors() -> None:

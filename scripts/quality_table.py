@@ -1,0 +1,121 @@
+"""Perplexity, size and time of a model and of its quantized forms, each by the quantkit commands a user types.
+
+python scripts/quality_table.py MODEL --text wiki.test.jsonl --calibration-text c4.txt --recipes bcq-w4-g128,...
+    --seq-len 2048 --max-windows 8 --json docs/results/quality-MODEL.json
+
+Rows already in the JSON file are kept, so an interrupted run goes on where it stopped. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+CALIBRATION_WINDOWS, CALIBRATION_SEQ_LEN = 32, 512
+
+
+def quantkit(*arguments: str) -> float:
+    """Run one command, its output on the terminal; seconds it took."""
+    print("$ quantkit", *arguments, file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-m", "quantkit", *arguments], check=True, stdout=sys.stderr)
+    return time.perf_counter() - started
+
+
+def command(*arguments: str, options: argparse.Namespace) -> list[str]:
+    """The command as a reader would type it: file names without this machine's folders."""
+    known = {options.text: Path(options.text).name, options.calibration_text: Path(options.calibration_text).name}
+    known[options.model] = options.name
+    return ["quantkit", *(known.get(argument, argument) for argument in arguments)]
+
+
+def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict[str, Any]:
+    """One row: quantize (unless recipe is None, the original) and evaluate."""
+    evaluated, row = options.model, {"recipe": recipe or "original"}
+    if recipe:
+        evaluated = str(work / recipe)
+        out = ["--out", evaluated, "--json", str(work / "quantize.json")]
+        arguments = ["quantize", options.model, "--recipe", recipe, "--calibration", str(work / "c.safetensors")]
+        row["quantize_wall_seconds"] = quantkit(*arguments, *out, "--device", options.device)
+        numbers = json.loads((work / "quantize.json").read_text())
+        row |= {key: numbers[key] for key in ("bits_per_weight", "bytes", "seconds")}
+        row["quantize_command"] = command(
+            "quantize",
+            options.model,
+            "--recipe",
+            recipe,
+            "--calibration",
+            "c.safetensors",
+            "--out",
+            recipe,
+            options=options,
+        )
+    text = ["--text", options.text, "--seq-len", str(options.seq_len), "--max-windows", str(options.max_windows)]
+    quantkit("eval", "perplexity", evaluated, *text, "--device", options.device, "--json", str(work / "eval.json"))
+    row["evaluation"] = json.loads((work / "eval.json").read_text())
+    row["evaluate_command"] = command("eval", "perplexity", recipe or options.model, *text, options=options)
+    return row
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What the figures depend on besides the commands."""
+    import torch
+
+    names = ("quantkit", "torch", "transformers", "datasets")
+    packages = {name: version(name) for name in names}
+    machine = torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine()
+    return {"machine": machine, "cores": os.cpu_count(), "python": platform.python_version(), "packages": packages}
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The rows as a Markdown table."""
+    lines = ["| recipe | bits/weight | MB | perplexity | quantize s |", "| --- | ---: | ---: | ---: | ---: |"]
+    for row in document["rows"]:
+        score = row["evaluation"]
+        size = (f"{row['bits_per_weight']:.2f}", f"{row['bytes'] / 1e6:.0f}") if "bytes" in row else ("", "")
+        seconds = f"{row['seconds']:.0f}" if "seconds" in row else ""
+        value = f"{score['perplexity']:.2f} ± {score['stderr']:.2f}"
+        lines.append(f"| {row['recipe']} | {size[0]} | {size[1]} | {value} | {seconds} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--name", help="how the model is called in the results; by default as given")
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--calibration-text", required=True)
+    parser.add_argument("--recipes", required=True, help="comma-separated")
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--max-windows", type=int, default=8)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    options.name = options.name or options.model
+    document = json.loads(options.json.read_text()) if options.json.exists() else {"rows": []}
+    document |= {"model": options.name, "environment": environment(options.device)}
+    done = {row["recipe"] for row in document["rows"]}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        windows = ["--windows", str(CALIBRATION_WINDOWS), "--seq-len", str(CALIBRATION_SEQ_LEN)]
+        calibrate = ["calibrate", options.model, "--text", options.calibration_text, *windows]
+        quantkit(*calibrate, "--out", str(work / "c.safetensors"), "--device", options.device)
+        document["calibrate_command"] = command(*calibrate, "--out", "c.safetensors", options=options)
+        for recipe in [None, *options.recipes.split(",")]:
+            if (recipe or "original") not in done:
+                document["rows"].append(measure(options, recipe, work))
+                options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(markdown(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, bits_per_weight, config_from_json, config_to_json
+from quantkit.errors import CheckpointError
+from quantkit.formats.bcq import BcqSpec
+
+CONFIG = CheckpointConfig(
+    layers={
+        "a": StoredLayer(BcqSpec(4, 128, True), (64, 128)),
+        "b": StoredLayer(BcqSpec(2, 64, False), (32, 128)),
+        "c": StoredLayer(BcqSpec(4, 128, True), (8, 128)),
+    },
+    ignore=("lm_head",),
+    meta={"quantizer": "quantkit 0.1.0"},
+)
+
+
+def test_config_survives_json_and_equal_specs_share_a_group() -> None:
+    document = config_to_json(CONFIG)
+    assert [list(group["layers"]) for group in document["groups"]] == [["a", "c"], ["b"]]
+    assert config_from_json(document) == CONFIG
+
+
+def test_bits_per_weight_weighs_layers_by_their_size() -> None:
+    # a and c: 4 (1 + 16/128) + 16/128 = 4.625; b: 2 (1 + 16/64) = 2.5
+    weights = {"a": 64 * 128, "b": 32 * 128, "c": 8 * 128}
+    expected = (4.625 * (weights["a"] + weights["c"]) + 2.5 * weights["b"]) / sum(weights.values())
+    assert bits_per_weight(CONFIG) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quant_method": "gptq"}, "not 'quantkit'"),
+        ({"format_version": 2}, "upgrade quantkit"),
+        ({"groups": [{"layers": {}}]}, "malformed"),
+        ({"groups": [{"spec": {"format": "bcq"}, "layers": {"a": [1, 2]}}]}, "bcq"),
+        ({"ignore": None}, "malformed"),
+    ],
+    ids=["method", "version", "no-spec", "empty-spec", "ignore"],
+)
+def test_malformed_configs_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        config_from_json({**config_to_json(CONFIG), **change})
