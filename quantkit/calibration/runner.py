@@ -26,7 +26,8 @@ def calibrate(
     """Statistics of every Linear of the decoder blocks over seeded windows of the corpus.
 
     name: what the artifact calls the model. Runs on the model's device, one window at a time.
-    Raises ModelError (also for a quantized model), DataError before the pass, StatsError for NaN or Inf in an activation (naming the layer).
+    Raises ModelError (also for a quantized model) and DataError before the pass; StatsError, naming the layer, for
+    NaN or Inf in an activation.
     """
     if is_quantized(model):
         raise ModelError(f"model {name} is quantized already; calibrate the floating-point model that it was made from")
