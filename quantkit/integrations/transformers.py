@@ -29,7 +29,7 @@ class QuantkitConfig(QuantizationConfigMixin):
     """``quantization_config`` of config.json; see quantkit.checkpoint.config for its fields."""
 
     def __init__(self, **document: Any):
-        self.quant_method = QUANT_METHOD
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # any string will do
         self.document = {**document, "quant_method": QUANT_METHOD}
 
     def to_dict(self) -> dict[str, Any]:
@@ -111,13 +111,13 @@ def load_checkpoint(folder: str, *, device: str, dtype: torch.dtype | None) -> A
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval().to(device)
 
 
-def attach_config(model: nn.Module, document: dict[str, Any]) -> None:
+def attach_config(model: Any, document: dict[str, Any]) -> None:
     """Mark an in-memory model as quantized, so that save_pretrained writes quantization_config."""
     register()
     config = QuantkitConfig(**document)
     model.config.quantization_config = config
     model.hf_quantizer = QuantkitQuantizer(config)
-    model.is_quantized = True  # type: ignore[assignment]
+    model.is_quantized = True
 
 
 register()
