@@ -38,8 +38,9 @@ class LayerStats:
 
 def magnitude_histogram(x: Tensor) -> Tensor:
     """Counts of |x| [HISTOGRAM_BINS] int64; x: any shape, finite. Bin 0 holds the zeros (and fp32's subnormals)."""
-    bits = x.float().abs().contiguous().view(torch.int32)
-    return torch.bincount((bits >> _SHIFT).flatten(), minlength=HISTOGRAM_BINS)
+    bits = x.float().contiguous().view(torch.int32) >> _SHIFT
+    bins = bits.bitwise_and_(HISTOGRAM_BINS - 1)  # drops the sign
+    return torch.bincount(bins.flatten(), minlength=HISTOGRAM_BINS)
 
 
 def histogram_edges() -> Tensor:

@@ -43,7 +43,7 @@ class Collector:
         torch.maximum(self._absmax, absmax, out=self._absmax)
         self._sum_abs += magnitude.sum(dim=0)
         self._sum_square += x.square().sum(dim=0)
-        self._histogram += magnitude_histogram(magnitude)
+        self._histogram += magnitude_histogram(x)
         low, high = torch.searchsorted(
             self._positions, torch.tensor([self._tokens, self._tokens + x.shape[0]])
         ).tolist()
