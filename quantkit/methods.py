@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, get_args, get_type_hints
 
-from torch import nn
+from torch import Tensor, nn
 
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight
-from quantkit.quantizers import bcq, bipolar, rounding
-from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers import bcq, bipolar, flatten, rounding, smoothing
+from quantkit.quantizers.base import LayerInput, Transformed
 from quantkit.recipe import Recipe, nearest
 
 
@@ -37,19 +37,34 @@ class Method:
     needs_stats: settings -> whether the calibration artifact's statistics are required.
     needs_hessian: settings -> whether E[x x^T], streamed through the already quantized blocks, is required.
     transform: function-preserving edit of the fp model before any layer is quantized (smoothing folded into
-        norms, rotation): (model, plans by layer name, calibration or None) -> report for quantkit.json.
+        norms, rotation): (model, plans by layer name, calibration or None) -> Transformed.
+    hessian_features: (LayerInput without Hessian, settings) -> what the Hessian is taken of, a function of the
+        layer's input x [M, K] giving [M, C]; None: x itself.
     """
 
     settings: type[Any]
     quantize: Callable[[LayerInput, Any], PackedWeight]
     needs_stats: Callable[[Any], bool] = _never
     needs_hessian: Callable[[Any], bool] = _never
-    transform: Callable[[nn.Module, Mapping[str, LayerPlan], Any], dict[str, Any]] | None = None
+    transform: Callable[[nn.Module, Mapping[str, LayerPlan], Any], Transformed] | None = None
+    hessian_features: Callable[[LayerInput, Any], Callable[[Tensor], Tensor]] | None = None
+
+
+def _always(settings: Any) -> bool:
+    return True
 
 
 METHODS: dict[str, Method] = {
     "bcq": Method(bcq.BcqSettings, bcq.quantize),
     "bipolar": Method(bipolar.BipolarSettings, bipolar.quantize, needs_stats=bipolar.needs_stats),
+    "flatten": Method(
+        flatten.FlattenSettings,
+        flatten.quantize,
+        needs_stats=_always,
+        needs_hessian=flatten.needs_hessian,
+        transform=smoothing.fold_smoothing,
+        hessian_features=flatten.flattened_activations,
+    ),
     "rtn": Method(rounding.RtnSettings, rounding.quantize),
 }
 

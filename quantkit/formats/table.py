@@ -10,12 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, RecipeError
-from quantkit.formats import bcq, bipolar
+from quantkit.formats import bcq, bipolar, flatten
 from quantkit.formats.base import Format, PackedWeight, Shape
 
 FORMATS: dict[str, Format] = {
     "bcq": bcq.FORMAT,
     "bipolar": bipolar.FORMAT,
+    "flatten": flatten.FORMAT,
 }
 
 

@@ -1,0 +1,123 @@
+"""GPTQ: round a weight column by column, moving each column's error to the columns not yet rounded.
+
+Source: Frantar et al. 2022, algorithm 1. What "round" means is the caller's: a fixed grid, a scale per tensor, levels
+refitted per group. FlattenQuant-O3, round-to-nearest and binary coding share this one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import RecipeError, StatsError
+
+RoundColumn = Callable[[int, Tensor], Tensor]
+"""(column index, values [N] fp32) -> the values [N] that the format stores for them."""
+BeginGroup = Callable[[int, Tensor], None]
+"""(first column, values [N, g] fp32, errors of earlier columns included): refit whatever round_column uses."""
+
+_DAMPING_STEP = 10.0
+_DAMPING_TRIES = 6
+
+
+@dataclass(frozen=True)
+class GptqOptions:
+    """damping: share of the mean diagonal of H added to its diagonal, > 0; raised tenfold while H is not definite.
+    act_order: round columns of large H[k, k] first. block_columns: columns between two updates of the rest."""
+
+    damping: float = 0.01
+    act_order: bool = False
+    block_columns: int = 64
+
+    def __post_init__(self) -> None:
+        if not 0 < self.damping <= 1:
+            raise RecipeError(
+                f"damping is {self.damping}; choose a share of the mean diagonal in 0..1, for example 0.01"
+            )
+
+
+@dataclass(frozen=True)
+class GptqResult:
+    """weight: [N, K] fp32, every value one that round_column returned, columns in their own order.
+    damping: the share that was needed."""
+
+    weight: Tensor
+    damping: float
+
+
+def gptq(
+    weight: Tensor,
+    hessian: Tensor,
+    round_column: RoundColumn,
+    *,
+    options: GptqOptions,
+    group_size: int = 0,
+    begin_group: BeginGroup | None = None,
+) -> GptqResult:
+    """Round weight [N, K] so that tr((W - W') H (W - W')^T) stays small; H [K, K] is E[x x^T].
+
+    round_column: called once per column, in the order of the columns, or of falling H[k, k] with act_order.
+    begin_group: called before the first column of every ``group_size`` consecutive columns with the group's present
+        values; the last group may be narrower. Not with act_order, which has no groups in its order: fit scales before.
+    Columns that no input reaches (H[k, k] = 0) are rounded as they are and take no part in the compensation.
+    Raises StatsError where H is not finite, or not positive definite at any damping; RecipeError for act_order
+    together with begin_group.
+    """
+    if begin_group is not None and options.act_order:
+        raise RecipeError("act_order: true cannot be combined with scales refitted per group; choose one")
+    order = _column_order(hessian, options.act_order)
+    factor, damping = inverse_factor(hessian[order][:, order], options.damping)
+    rows = weight.t()[order].contiguous()  # [K, N]: a column of W is contiguous
+    columns = order.tolist()
+    for start in range(0, len(columns), options.block_columns):
+        stop = min(start + options.block_columns, len(columns))
+        errors = torch.empty_like(rows[start:stop])
+        for i in range(start, stop):
+            if begin_group is not None and i % group_size == 0:
+                group = rows[i : i + group_size].clone()
+                # Errors of this block have reached only its own columns so far.
+                done = errors[: i - start].t() @ factor[start:i, max(stop, i) : i + group_size]
+                if done.shape[1]:
+                    group[max(stop, i) - i :] -= done.t()
+                begin_group(i, group.t())
+            exact = rows[i].clone()
+            rows[i] = round_column(columns[i], exact)
+            errors[i - start] = (exact - rows[i]) / factor[i, i]
+            rows[i + 1 : stop].addr_(factor[i, i + 1 : stop], errors[i - start], alpha=-1)
+        rows[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
+    result = torch.empty_like(weight)
+    result[:, order] = rows.t()
+    return GptqResult(result, damping)
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
+    """Upper triangular U [K, K] with U^T U = (H + damping * mean(diag H) * I)^-1, and the damping that was needed.
+
+    Unreached columns (diagonal 0) get the mean diagonal, so that they stay apart from all others.
+    Raises StatsError where H holds NaN or Inf, or no damping up to 10^5 times the given one makes it definite.
+    """
+    if not torch.isfinite(hessian).all():
+        raise StatsError("its Hessian holds NaN or Inf: the model overflows on the calibration text")
+    diagonal = hessian.diagonal()
+    mean = diagonal.mean().item() or 1.0
+    filled = torch.where(diagonal > 0, diagonal, mean)
+    share = damping
+    for _ in range(_DAMPING_TRIES):
+        damped = hessian.clone()
+        damped.diagonal().copy_(filled + share * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed and torch.isfinite(upper).all():
+                return upper, share
+        share *= _DAMPING_STEP
+    raise StatsError(f"its Hessian is not positive definite even with damping {share / _DAMPING_STEP:g}")
+
+
+def _column_order(hessian: Tensor, act_order: bool) -> Tensor:
+    if act_order:
+        return torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    return torch.arange(hessian.shape[0], device=hessian.device)

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.flatten import FlattenSettings, quantize
+from quantkit.stats import HISTOGRAM_BINS, LayerStats
+
+HALF_ATOL = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-1}  # of outputs up to about 20
+
+
+@pytest.fixture(name="module")
+def _module(device: torch.device) -> QuantizedLinear:
+    x = torch.randn(64, 20) * torch.logspace(-1, 1, 20)
+    stats = LayerStats(x.abs().amax(0), x.abs().mean(0), x.square().mean(0), torch.zeros(HISTOGRAM_BINS), x, 64)
+    packed = quantize(LayerInput("proj", torch.randn(12, 20), stats), FlattenSettings(smoothing="smoothquant"))
+    return QuantizedLinear.from_packed(packed, torch.randn(12), torch.float32).to(device)
+
+
+@pytest.mark.parametrize("dtype", HALF_ATOL, ids=["fp32", "fp16", "bf16"])
+def test_every_dtype_and_leading_shape_gives_the_same_rows(
+    module: QuantizedLinear, device: torch.device, dtype: torch.dtype
+) -> None:
+    x = (torch.randn(2, 3, 20, device=device)).to(dtype)
+    y = module(x)
+    assert (y.shape, y.dtype) == ((2, 3, 12), dtype)
+    one_by_one = torch.stack([module(row.float()) for row in x.flatten(0, 1)])
+    torch.testing.assert_close(y.float().flatten(0, 1), one_by_one, rtol=0, atol=HALF_ATOL[dtype])
+
+
+def test_one_row_and_a_vector_agree(module: QuantizedLinear, device: torch.device) -> None:
+    x = torch.randn(20, device=device)
+    assert torch.equal(module(x), module(x[None])[0])
+
+
+def test_bias_is_added(module: QuantizedLinear, device: torch.device) -> None:
+    assert module.bias is not None
+    assert torch.equal(module(torch.zeros(1, 20, device=device))[0], module.bias)
+
+
+def test_casting_the_model_leaves_codes_and_scales_alone(module: QuantizedLinear) -> None:
+    dtypes = {name: tensor.dtype for name, tensor in module.tensors.items()}
+    module.half()
+    assert {name: tensor.dtype for name, tensor in module.tensors.items()} == dtypes
