@@ -25,6 +25,7 @@ from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.progress import track
 from quantkit.quantizers.base import LayerInput
 from quantkit.recipe import Recipe
+from quantkit.stats import LayerStats
 
 _LARGEST = torch.finfo(torch.float16).max  # scales and offsets are stored in fp16
 
@@ -59,7 +60,9 @@ def quantize_model(
     _check_calibration(plans, artifact, loaded, recipe)
     _check_weights(loaded)
     started = time.perf_counter()
-    transforms, folded = _transform(loaded, plans, artifact)
+    transforms, folded, changed = _transform(loaded, plans, artifact)
+    if artifact is not None:
+        artifact = replace(artifact, layers=artifact.layers | changed)
     report = _quantize_layers(loaded, plans, artifact, folded)
     seconds = time.perf_counter() - started
     config = _config(loaded, plans, recipe, artifact)
@@ -105,13 +108,14 @@ def _check_weights(model: nn.Module) -> None:
 
 def _transform(
     model: nn.Module, plans: Mapping[str, LayerPlan], artifact: Calibration | None
-) -> tuple[dict[str, Mapping[str, Any]], dict[str, Tensor]]:
+) -> tuple[dict[str, Mapping[str, Any]], dict[str, Tensor], dict[str, LayerStats]]:
     """Run each method's function-preserving edit of the whole model, once, over the layers that use the method.
 
-    Returns each method's report and, by layer name, the scales that were folded.
+    Returns each method's report and, by layer name, the scales that were folded and the statistics that changed.
     """
     report: dict[str, Mapping[str, Any]] = {}
     folded: dict[str, Tensor] = {}
+    changed: dict[str, LayerStats] = {}
     for name in sorted({plan.method for plan in plans.values()}):
         transform = METHODS[name].transform
         if transform is not None:
@@ -119,7 +123,8 @@ def _transform(
             done = transform(model, own, artifact)
             report[name] = done.report
             folded |= done.folded_scales
-    return report, folded
+            changed |= done.stats
+    return report, folded, changed
 
 
 def _quantize_layers(

@@ -42,11 +42,13 @@ class LayerInput:
 class Transformed:
     """What a method's edit of the whole model did.
 
-    report: JSON values for quantkit.json. folded_scales: LayerInput.folded_scale by layer name.
+    report: JSON values for quantkit.json. folded_scales: LayerInput.folded_scale by layer name. stats: LayerInput.stats
+    by layer name, where the edit changed the layer's input in another way than by a scale.
     """
 
     report: Mapping[str, Any]
     folded_scales: Mapping[str, Tensor] = field(default_factory=dict)
+    stats: Mapping[str, LayerStats] = field(default_factory=dict)
 
 
 def error_report(layer: LayerInput, dequantized: Tensor) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from quantkit.formats.bipolar import (
 )
 from quantkit.formats.planes import pack_codes
 from quantkit.quantizers.base import LayerInput, error_report
+from quantkit.quantizers.gptq import GptqOptions, gptq
 from quantkit.quantizers.groups import SMALLEST_SCALE
 
 # Clip ranges tried, as fractions of absmax: powers of two first, then finer ones around the best.
@@ -43,7 +44,7 @@ class BipolarSettings:
 
     act_granularity: per_token (dynamic) or per_tensor (static). search: choose clip ranges on the calibration
     sample; without it the range is absmax. rotate: fold a Hadamard rotation of the residual stream into the weights
-    first (Llama family).
+    first (Llama family). gptq, damping: round column by column, each error moved to the columns that follow.
     """
 
     weight_bits: int = 4
@@ -52,9 +53,12 @@ class BipolarSettings:
     act_granularity: str = PER_TOKEN
     search: bool = True
     rotate: bool = False
+    gptq: bool = False
+    damping: float = 0.01
 
     def __post_init__(self) -> None:
         self.spec()
+        GptqOptions(self.damping)
 
     def spec(self) -> BipolarSpec:
         """The format these settings write; raises RecipeError on impossible values."""
@@ -66,6 +70,11 @@ def needs_stats(settings: BipolarSettings) -> bool:
     return settings.act_bits != FLOAT_ACT_BITS
 
 
+def needs_hessian(settings: BipolarSettings) -> bool:
+    """GPTQ needs E[x x^T]."""
+    return settings.gptq
+
+
 def quantize(layer: LayerInput, settings: BipolarSettings) -> PackedWeight:
     """Quantize one Linear to bipolar-INT.
 
@@ -75,7 +84,8 @@ def quantize(layer: LayerInput, settings: BipolarSettings) -> PackedWeight:
     sample = None if layer.stats is None else layer.stats.sample.to(layer.weight)
     scales = weight_scales(layer.weight, sample, settings)
     spread = scales.float().repeat_interleave(group_width(settings.group_size, shape[1]), dim=1)[:, : shape[1]]
-    codes = nearest_codes(layer.weight, spread, settings.weight_bits)
+    target = _compensated(layer, spread, settings) if settings.gptq else layer.weight
+    codes = nearest_codes(target, spread, settings.weight_bits)
     tensors = {"bit_planes": pack_codes(codes, settings.weight_bits), "scales": scales}
     dequantized = dequantize_bipolar(tensors["bit_planes"], scales, shape[1], settings.group_size)
     report: dict[str, Any] = error_report(layer, dequantized)
@@ -120,6 +130,20 @@ def activation_clip(weight: Tensor, sample: Tensor, absmax: Tensor, settings: Bi
     fraction = _search(error, torch.ones(1, device=sample.device)) if settings.search else torch.ones(1)
     norm = (sample @ weight.T).square().sum().item()
     return (full * fraction).float().cpu(), error(fraction.to(sample)).item() / norm if norm else 0.0
+
+
+def _compensated(layer: LayerInput, step: Tensor, settings: BipolarSettings) -> Tensor:
+    """The weight after GPTQ on the fixed grid of ``step`` [N, K]: every value is a code's value times its step."""
+    assert layer.hessian is not None
+
+    def round_column(column: int, values: Tensor) -> Tensor:
+        codes = nearest_codes(values, step[:, column], settings.weight_bits)
+        return codes_to_values(codes, settings.weight_bits).float() * step[:, column]
+
+    try:
+        return gptq(layer.weight, layer.hessian, round_column, options=GptqOptions(settings.damping)).weight
+    except StatsError as error:
+        raise StatsError(f"{layer.name}: {error}") from error
 
 
 def _group_scale(part: Tensor, inputs: Tensor | None, settings: BipolarSettings) -> Tensor:

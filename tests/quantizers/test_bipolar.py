@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from quantkit.assets import recipe_names
 from quantkit.errors import RecipeError, StatsError
 from quantkit.formats.base import PackedWeight
 from quantkit.formats.table import FORMATS, dequantize
+from quantkit.methods import check_recipe
 from quantkit.ops.bipolar import bipolar_linear
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bipolar import BipolarSettings, needs_stats, quantize
+from quantkit.recipe import load_recipe
 from quantkit.stats import LayerStats
 
 ROWS, COLUMNS = 24, 72
@@ -102,3 +107,17 @@ def test_a_row_of_zeros_stays_zero() -> None:
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(RecipeError, match="act_bits is 12"):
         BipolarSettings(act_bits=12)
+
+
+def test_gptq_lowers_the_output_error() -> None:
+    layer = _layer()
+    assert layer.stats is not None
+    mixed = layer.stats.sample @ (torch.eye(COLUMNS) + 0.2 * torch.randn(COLUMNS, COLUMNS))
+    layer = replace(layer, stats=replace(layer.stats, sample=mixed), hessian=mixed.T @ mixed / len(mixed))
+    plain, compensated = (quantize(layer, BipolarSettings(3, 16, gptq=gptq)) for gptq in (False, True))
+    assert _output_error(layer, compensated) < 0.9 * _output_error(layer, plain)
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("bipolar-")])
+def test_shipped_recipes_are_valid(name: str) -> None:
+    check_recipe(load_recipe(name))

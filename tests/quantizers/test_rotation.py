@@ -1,0 +1,97 @@
+"""Rotation of the residual stream: orthogonal, and the model's function stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quantkit.calibration.artifact import Calibration
+from quantkit.errors import RecipeError
+from quantkit.methods import LayerPlan
+from quantkit.models.families import block_linears
+from quantkit.quantizers.bipolar import BipolarSettings
+from quantkit.quantizers.rotation import fold_rotation, rotation_matrix
+from quantkit.stats import LayerStats, magnitude_histogram
+
+LOGIT_ATOL = 1e-4  # fp32 sums in another order
+ORTHOGONAL_ATOL = 1e-12  # fp64
+
+
+def _plans(model: torch.nn.Module, rotate: bool) -> dict[str, LayerPlan]:
+    return {name: LayerPlan("bipolar", BipolarSettings(rotate=rotate)) for name in block_linears(model)}
+
+
+def _load(folder: Path) -> torch.nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():  # gains of 1 would hide a norm that is not folded
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 2.0)
+    return model
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 72, 576, 960], ids="{}".format)
+def test_rotation_is_orthogonal(size: int) -> None:
+    matrix = rotation_matrix(size)
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(size, dtype=torch.float64), rtol=0, atol=ORTHOGONAL_ATOL)
+
+
+def test_rotation_spreads_an_outlier() -> None:
+    row = torch.zeros(576, dtype=torch.float64)
+    row[100] = 1000.0
+    assert (row @ rotation_matrix(576)).abs().max() < 200
+
+
+def test_the_model_computes_the_same(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    model = _load(tiny_model("llama"))
+    ids = torch.arange(40).reshape(2, 20)
+    before = model(ids).logits
+    weight = model.model.layers[0].self_attn.q_proj.weight.clone()
+    done = fold_rotation(model, _plans(model, rotate=True), None)
+    assert done.report == {"rotated": 72, "seed": 0}
+    assert not torch.allclose(model.model.layers[0].self_attn.q_proj.weight, weight)
+    torch.testing.assert_close(model(ids).logits, before, rtol=0, atol=LOGIT_ATOL)
+    model.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    torch.testing.assert_close(reloaded(ids).logits, before, rtol=0, atol=LOGIT_ATOL)
+
+
+def test_statistics_become_those_of_the_rotated_input(tiny_model: Callable[[str], Path]) -> None:
+    model = _load(tiny_model("llama"))
+    inputs: dict[str, torch.Tensor] = {}
+
+    def record(name: str) -> Callable[..., None]:
+        return lambda module, args: inputs.__setitem__(name, args[0].detach().flatten(0, 1))
+
+    for name, module in block_linears(model).items():
+        module.register_forward_pre_hook(record(name))
+    ids = torch.arange(40).reshape(2, 20)
+    model(ids)
+    layers = {
+        name: LayerStats(
+            x.abs().amax(0), x.abs().mean(0), x.square().mean(0), magnitude_histogram(x), x.clone(), len(x)
+        )
+        for name, x in inputs.items()
+    }
+    calibration = Calibration(layers, torch.zeros(1, 1), None)  # type: ignore[arg-type]
+    done = fold_rotation(model, _plans(model, rotate=True), calibration)
+    model(ids)
+    assert set(done.stats) == {name for name in layers if not name.endswith(("o_proj", "down_proj"))}
+    for name, stats in done.stats.items():
+        torch.testing.assert_close(stats.sample, inputs[name], rtol=0, atol=LOGIT_ATOL)
+        torch.testing.assert_close(stats.mean_square, inputs[name].square().mean(0), rtol=1e-3, atol=LOGIT_ATOL)
+
+
+def test_nothing_happens_unless_asked(tiny_model: Callable[[str], Path]) -> None:
+    model = _load(tiny_model("opt"))
+    assert fold_rotation(model, _plans(model, rotate=False), None).report == {}
+
+
+def test_other_families_are_refused(tiny_model: Callable[[str], Path]) -> None:
+    model = _load(tiny_model("opt"))
+    with pytest.raises(RecipeError, match="Llama family"):
+        fold_rotation(model, _plans(model, rotate=True), None)
