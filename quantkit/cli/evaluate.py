@@ -13,11 +13,6 @@ from quantkit.cli.common import JsonOption, check_json_path, print_facts, write_
 app = typer.Typer(help="Measure the quality of a model or of a quantized checkpoint.", no_args_is_help=True)
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps ``perplexity`` a sub-command while it is the only one."""
-
-
 @app.command()
 def perplexity(
     model: Annotated[str, typer.Argument(help="Hub id, folder (also a quantized one), or smollm2-135m.")],
@@ -58,3 +53,50 @@ def perplexity(
         }
     )
     write_json(json_path, {"model": model, **asdict(result)})
+
+
+@app.command()
+def divergence(
+    reference: Annotated[str, typer.Argument(help="The model to compare with: hub id, folder or smollm2-135m.")],
+    model: Annotated[str, typer.Argument(help="Hub id, folder (also a quantized one), or smollm2-135m.")],
+    dataset: Annotated[str | None, typer.Option(help="wikitext2, c4 or pydoc (needs no network).")] = None,
+    text: Annotated[Path | None, typer.Option(help="Local text: .txt, .jsonl or .parquet (column 'text').")] = None,
+    seq_len: Annotated[
+        int | None, typer.Option(help="Tokens per window; by default 2048, at most the models' positions.")
+    ] = None,
+    max_windows: Annotated[int | None, typer.Option(help="Read only the first windows of the text.")] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    json_path: JsonOption = None,
+) -> None:
+    """KL divergence per token from a reference model, and how often both rank the same token first."""
+    check_json_path(json_path)
+    from quantkit.data.corpora import check_text, load_text
+    from quantkit.models.loading import load_model, resolve_model
+
+    check_text(dataset, text)
+    resolve_model(reference)
+    resolve_model(model)
+    from quantkit.evaluation.divergence import check_same_tokens
+    from quantkit.evaluation.divergence import divergence as measure
+    from quantkit.evaluation.perplexity import check_options
+
+    check_options("gptq", seq_len=seq_len, max_windows=max_windows)
+    corpus = load_text(dataset, text, split="test")
+    loaded_reference, tokenizer = load_model(reference, device=device)
+    loaded, own_tokenizer = load_model(model, device=device)
+    check_same_tokens(tokenizer, own_tokenizer, corpus)
+    result = measure(loaded_reference, loaded, tokenizer, corpus, seq_len=seq_len, max_windows=max_windows)
+    print_facts(
+        {
+            "mean KL": f"{result.mean_kl:.5f} +/- {result.mean_kl_stderr:.5f} nats per token",
+            "median KL": f"{result.median_kl:.5f} +/- {result.median_kl_stderr:.5f}",
+            "90% KL": f"{result.p90_kl:.5f} +/- {result.p90_kl_stderr:.5f}",
+            "99% KL": f"{result.p99_kl:.5f} +/- {result.p99_kl_stderr:.5f}",
+            "same top token": f"{result.same_top1:.2%} +/- {result.same_top1_stderr:.2%}",
+            "perplexity": f"{result.perplexity:.4f} (reference {result.reference_perplexity:.4f})",
+            "tokens": f"{result.tokens} in {result.windows} windows of {result.seq_len}",
+            "text": f"{result.text} (sha256 {result.text_sha256})",
+            "took": f"{result.seconds:.1f} s",
+        }
+    )
+    write_json(json_path, {"reference": reference, "model": model, **asdict(result)})

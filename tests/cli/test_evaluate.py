@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.calls import refusal, run
+from tests.pipeline import quantize_tiny
 
 
 @pytest.mark.parametrize("recipe", ["gptq", "llamacpp", "strided"])
@@ -48,3 +49,30 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     known = {"MODEL": str(tiny_model("llama")), "TEXT": str(text_file), "SHORT": str(short)}
     assert message in refusal("eval", "perplexity", *(known.get(argument, argument) for argument in arguments))
     assert list(tmp_path.iterdir()) == [short]
+
+
+def test_divergence_of_a_checkpoint_and_of_the_model_itself(
+    tiny_model: Callable[[str], Path], text_file: Path, tmp_path: Path
+) -> None:
+    model, out = tiny_model("opt"), tmp_path / "d.json"
+    quantize_tiny(model, tmp_path / "q", "bcq-w2-g64")
+    options = ("--text", text_file, "--seq-len", "64", "--max-windows", "2", "--json", out)
+    found = {}
+    for name, other in (("itself", model), ("quantized", tmp_path / "q")):
+        result = run("eval", "divergence", model, other, *options)
+        assert result.exit_code == 0, result.stderr
+        found[name] = json.loads(out.read_text())
+        assert f"{found[name]['mean_kl']:.5f} +/- {found[name]['mean_kl_stderr']:.5f}" in result.stdout
+    keys = {"mean_kl", "median_kl", "p90_kl", "p99_kl", "same_top1"}
+    assert {found["itself"][key] for key in keys - {"same_top1"}} == {0.0}
+    assert found["itself"]["same_top1"] == 1.0
+    assert found["quantized"]["p99_kl"] > found["quantized"]["median_kl"] > 0
+    assert found["quantized"]["text_sha256"] == found["itself"]["text_sha256"]
+
+
+def test_divergence_refuses_in_one_line(tiny_model: Callable[[str], Path], text_file: Path) -> None:
+    model = tiny_model("opt")
+    assert "give either --dataset" in refusal("eval", "divergence", model, model)
+    assert "no such folder" in refusal("eval", "divergence", model, "/none/model", "--text", text_file)
+    too_long = ("--text", text_file, "--seq-len", "4096")
+    assert "the model has 256 positions" in refusal("eval", "divergence", model, model, *too_long)
