@@ -1,10 +1,12 @@
 // y[m][n] = bias[n] + sum_g sum_k x[m][k] * (sum_i scale_i (2 sign_i - 1) + offset),  m < 4 tokens      (nuQmm Eq 1)
 // on binary tensor cores, for group_size a multiple of 32.
 //
-// x becomes 16 bit planes per segment (bcq_planes.cuh); the tensor core ANDs 16 planes x 256 columns with the sign
-// bits of 8 weight rows and counts. Sign bits go from memory to the tensor core untouched (bcq_tiles.cuh). Per segment
-//   sum_k x (2 sign - 1) = s * sum_p 2^p (2 count_p) - s * sum(codes)           with -2^15 in place of 2^15
-// A lane holds planes g and g + 8, so 2^(g + 1) is common to all that it sums: applied once, when a row tile ends.
+// x becomes 16 bit planes per segment (bcq_planes.cuh); the tensor core ANDs the sign bits of 16 weight rows with 8
+// planes over 256 columns and counts, twice. Sign bits go from memory to the tensor core untouched (bcq_tiles.cuh).
+// A lane of quad position t holds planes 2t, 2t + 1, 2t + 8, 2t + 9 of two rows; in units of 2^(2t)
+//   sum_k x (2 sign - 1) = s * (2 v - P),   v = c_2t + 2 c_2t+1 + 256 c_2t+8 +- 512 c_2t+9,   P = v at sign = 1
+// 2 v is made a float by integer addition to the bits of 1.5 * 2^23 (int-to-float conversions run at an eighth of the
+// rate), and one subtraction takes that constant and P away, exactly. The units are applied when a row tile ends.
 //
 // Grid: x = blocks, about one per multiprocessor, each a contiguous range of row tiles; y = groups of kTokens tokens.
 // Inside a block every warp takes an equal, contiguous share of (row tile, k tile) positions and streams it through
@@ -12,8 +14,8 @@
 // flight while the planes are made. K too long for shared memory is taken in passes of `passTiles` k tiles.
 // Partial row tiles meet in shared memory and are added in warp order: fp32, no atomics, repeatable bit for bit.
 //
-//   shared memory: ring [warp][kDepth][kSteps] {signs [plane][lane] uint4, scales [segment][t][entry][4] fp16}
-//                  planes [token][k tile][lane] uint4 | meta [token][k tile][segment] float2
+//   shared memory: ring [warp][kDepth][kSteps] {signs [plane][lane] uint4, scales [segment][g][entry][2] fp16}
+//                  planes [token][k tile][lane] uint4 | meta [token][k tile][segment][t] float2
 //                  sums [row tile][row][token] | partials [warp][2][row][token] fp32
 #include "bcq_planes.cuh"
 #include "mma.cuh"
@@ -32,8 +34,8 @@ struct Walk {
         const int total = rowTiles * width;
         position = total * warp / kWarps;
         end = total * (warp + 1) / kWarps;
-        rowTile = position / width;
-        kTile = position % width;
+        rowTile = uint32(position) / uint32(width);
+        kTile = position - rowTile * width;
     }
     __device__ __forceinline__ void next() {
         ++position;
@@ -48,80 +50,103 @@ struct Walk {
     }
 };
 
-template <int kBits, int kSegment, int kTokens>
-struct Weights {  // what is the same for every tile
+// Where the block's tiles are and how one gets into a slot.
+template <int kBits, int kSegment>
+struct Weights {
     static constexpr int kSegments = kTileColumns / kSegment;
-    const uint4* tiles;
-    const uint16* scales;
-    int firstRowTile, kTiles, groups, entries;
+    static constexpr int kSignVectors = kBits * kWarpSize;
+    static constexpr int kMostScaleVectors = kSegments * (kBits + 1) * 2;
+    const uint4* signs;   // of the block's first row tile, plus the lane
+    const uint4* scales;  // of the block's first row tile
+    int kTiles, groups, entries, lane;
     uint32 segmentsPerGroup, groupMagic;
 
-    __device__ __forceinline__ int stepBytes() const {
-        return kBits * kWarpSize * int(sizeof(uint4)) + kSegments * scaleBytes();
-    }
-    __device__ __forceinline__ int scaleBytes() const { return kTileRows * entries * int(sizeof(uint16)); }
+    __device__ __forceinline__ int groupVectors() const { return entries * 2; }
+    __device__ __forceinline__ int stepBytes() const { return (kSignVectors + kSegments * groupVectors()) * 16; }
 
     // Exact for every segment index below 2^16, that is K < 2^21.
     __device__ __forceinline__ int groupOf(uint32 segment) const {
         return min(segmentsPerGroup == 1 ? segment : __umulhi(segment, groupMagic), uint32(groups - 1));
     }
 
-    // Start copying one tile's signs and scales into a slot.
-    __device__ __forceinline__ void fetch(uint32 slot, int rowTile, int kTile, int lane) const {
-        const size_t tileRow = firstRowTile + rowTile;
-        const uint4* signs = tiles + (tileRow * kTiles + kTile) * kBits * kWarpSize + lane;
+    __device__ __forceinline__ void fetchSigns(uint32 slot, const uint4* source) const {
 #pragma unroll
-        for (int i = 0; i < kBits; ++i) copyAsync16(slot + (i * kWarpSize + lane) * 16, signs + i * kWarpSize);
-        // Two segments at a time, half a warp each, where the entries of one fit into 16 vectors.
-        constexpr int kAtOnce = kBits < MAX_HALF_WARP_BITS && kSegments > 1 ? 2 : 1;
-        const int vectors = scaleBytes() / 16;
-        const int vector = kAtOnce == 2 ? lane % 16 : lane;
+        for (int i = 0; i < kBits; ++i) copyAsync16(slot + (i * kWarpSize + lane) * 16, source + i * kWarpSize);
+    }
+
+    // A slot of up to kSteps tiles from `position` on, where positions and groups follow each other in memory.
+    template <int kSteps>
+    __device__ __forceinline__ void fetchLinear(uint32 slot, int position, int count) const {
+        const int scaleVectors = kSegments * groupVectors();
+        const uint4* source = signs + size_t(position) * kSignVectors;
+        const uint4* scaleSource = scales + size_t(position) * scaleVectors;
 #pragma unroll
-        for (int first = 0; first < kSegments; first += kAtOnce) {
-            const int segment = first + (kAtOnce == 2 ? lane / 16 : 0);
-            const size_t group = groupOf(kTile * kSegments + segment);
-            const uint16* source = scales + (tileRow * groups + group) * entries * kTileRows + vector * 8;
-            const uint32 target = slot + kBits * kWarpSize * 16 + segment * scaleBytes() + vector * 16;
-            if (vector < vectors) copyAsync16(target, source);
+        for (int step = 0; step < kSteps; ++step) {
+            if (step < count) {
+                fetchSigns(slot, source + step * kSignVectors);
+#pragma unroll
+                for (int first = 0; first < kMostScaleVectors; first += kWarpSize) {
+                    const int vector = first + lane;
+                    if (vector < scaleVectors) {
+                        copyAsync16(slot + (kSignVectors + vector) * 16, scaleSource + step * scaleVectors + vector);
+                    }
+                }
+            }
+            slot += stepBytes();
         }
     }
-    static constexpr int MAX_HALF_WARP_BITS = 8;  // entries <= 8, two vectors each
+
+    // One tile anywhere.
+    __device__ __forceinline__ void fetchTile(uint32 slot, int rowTile, int kTile) const {
+        fetchSigns(slot, signs + size_t(rowTile * kTiles + kTile) * kSignVectors);
+#pragma unroll
+        for (int segment = 0; segment < kSegments; ++segment) {
+            const int group = groupOf(kTile * kSegments + segment);
+            const uint4* source = scales + size_t(rowTile * groups + group) * groupVectors() + lane;
+            const uint32 target = slot + (kSignVectors + segment * groupVectors() + lane) * 16;
+            if (lane < groupVectors()) copyAsync16(target, source);
+        }
+    }
 };
 
+// Counts of sign bits over one segment: rows g and g + 8, planes 2t and 2t + 1 of the eight in `planes`.
 template <int kSegment>
-__device__ __forceinline__ void countBits(int (&counts)[4], uint4 planes, uint2 signs, int segment, int quad) {
+__device__ __forceinline__ void countBits(int (&counts)[4], uint4 signs, uint2 planes, int segment) {
     if constexpr (kSegment == kTileColumns) {
-        binaryMma256(counts, planes, signs.x, signs.y);
+        binaryMma256(counts, make_uint4(signs.x, signs.z, signs.y, signs.w), planes.x, planes.y);
     } else {
-        constexpr int kPerHalf = kTileColumns / 2 / kSegment;
-        constexpr int kQuads = kTileQuads / kPerHalf;  // quads (32 columns each) per segment
-        const bool upper = segment / kPerHalf;
-        const bool inside = quad / kQuads == segment % kPerHalf;
-        const uint32 low = upper ? planes.z : planes.x, high = upper ? planes.w : planes.y;
-        binaryMma128(counts, inside ? low : 0, inside ? high : 0, upper ? signs.y : signs.x);
+        const bool upper = segment / (kTileColumns / 2 / kSegment);
+        binaryMma128(counts, upper ? signs.y : signs.x, upper ? signs.w : signs.z, upper ? planes.y : planes.x);
     }
 }
 
-__device__ __forceinline__ void unpackScales(const unsigned char* entry, float (&scales)[kQuadRows]) {
-    const uint2 raw = *reinterpret_cast<const uint2*>(entry);
-    scales[0] = halfToFloat(uint16(raw.x));
-    scales[1] = halfToFloat(uint16(raw.x >> 16));
-    scales[2] = halfToFloat(uint16(raw.y));
-    scales[3] = halfToFloat(uint16(raw.y >> 16));
+// The planes of x inside one segment: where a half tile holds several, the other lanes' words are cleared.
+template <int kSegment>
+__device__ __forceinline__ uint2 segmentPlanes(uint32 first, uint32 second, int segment, int quad) {
+    if constexpr (kSegment * 2 >= kTileColumns) {
+        return make_uint2(first, second);
+    } else {
+        constexpr int kPerHalf = kTileColumns / 2 / kSegment;
+        const bool inside = quad / (kTileQuads / kPerHalf) == segment % kPerHalf;
+        return make_uint2(inside ? first : 0, inside ? second : 0);
+    }
 }
 
-constexpr int kEntriesAtOnce = 8;                     // values of g: one scale entry per lane of a quad
-constexpr int kEntryBytes = kQuadRows * sizeof(uint16);
+constexpr int kEntryBytes = kLaneRows * sizeof(uint16);
 
-// Add one tile's product to `sums` [token][row of the quad], in units of 2^(g + 1).
+// 2 v of one row as a float, kRoundToInteger too large: counts of planes 2t, 2t + 1 and 2t + 8, 2t + 9.
+__device__ __forceinline__ float twiceCount(int low0, int low1, int high0, int high1, int signWeight) {
+    const int high = high0 + signWeight * high1, low = low0 + kQuadLow1 * low1;
+    return __int_as_float(high * (2 * kQuadHigh0) + int(kRoundToIntegerBits) + 2 * low);
+}
+
+// Add one tile's product to `sums` [token][row of the lane], in units of 2^(2t).
 template <int kBits, int kSegment, int kTokens>
 __device__ __forceinline__ void multiplyTile(const unsigned char* slot, int scaleBytes, int entries,
                                              const uint4* planes, const float2* meta, int tokenPlanes, int tokenMeta,
-                                             int lane, float (&sums)[kTokens][kQuadRows]) {
-    constexpr int kRounds = (kBits + kEntriesAtOnce) / kEntriesAtOnce;
+                                             int lane, float (&sums)[kTokens][kLaneRows]) {
     const int quad = lane % kTileQuads, g = lane / kTileQuads;
-    const int highPlane = g == kEntriesAtOnce - 1 ? -256 : 256;  // plane 15 is the sign
-    const float unit = 1.0f / float(2 << g);
+    const int signWeight = quad == kTileQuads - 1 ? -2 : 2;  // plane 15 is the sign
 
     uint4 signs[kBits], x[kTokens];
 #pragma unroll
@@ -129,65 +154,58 @@ __device__ __forceinline__ void multiplyTile(const unsigned char* slot, int scal
 #pragma unroll
     for (int m = 0; m < kTokens; ++m) x[m] = planes[m * tokenPlanes + lane];
 
-#pragma unroll kTokens == 1 ? 4 : kBits > 4 ? 1 : 2  // more would not fit into the registers
+#pragma unroll kTokens == 1 ? 4 : 2
     for (int segment = 0; segment < kTileColumns / kSegment; ++segment) {
         const unsigned char* scaleSlot =
-            slot + kBits * kWarpSize * sizeof(uint4) + segment * scaleBytes + quad * entries * kEntryBytes;
+            slot + kBits * kWarpSize * sizeof(uint4) + segment * scaleBytes + g * entries * kEntryBytes;
         float2 about[kTokens];
-        float part[kTokens][kQuadRows];
+        float part[kTokens][kLaneRows];
 #pragma unroll
         for (int m = 0; m < kTokens; ++m) {
-            about[m] = meta[m * tokenMeta + segment];
-#pragma unroll
-            for (int r = 0; r < kQuadRows; ++r) part[m][r] = 0.0f;
+            about[m] = meta[m * tokenMeta + segment * kTileQuads + quad];
+            part[m][0] = part[m][1] = 0.0f;
         }
-        // (offset - sum of the scales) * sum(codes), shared out: lane g takes entry g.
-#pragma unroll
-        for (int round = 0; round < kRounds; ++round) {
-            const int entry = round * kEntriesAtOnce + g;
-            const float weight = entry >= entries ? 0.0f : entry < kBits ? -unit : unit;
-            float scale[kQuadRows];
-            unpackScales(scaleSlot + min(entry, entries - 1) * kEntryBytes, scale);
+        if (entries > kBits) {  // the offset times the sum of x, by every lane for its planes
+            const uint32 offset = *reinterpret_cast<const uint32*>(scaleSlot + kBits * kEntryBytes);
 #pragma unroll
             for (int m = 0; m < kTokens; ++m) {
-#pragma unroll
-                for (int r = 0; r < kQuadRows; ++r) part[m][r] += scale[r] * (about[m].y * weight);
+                const float plain = about[m].y - kRoundToInteger;
+                part[m][0] = halfToFloat(uint16(offset)) * plain;
+                part[m][1] = halfToFloat(uint16(offset >> 16)) * plain;
             }
         }
 #pragma unroll
         for (int i = 0; i < kBits; ++i) {
-            float scale[kQuadRows];
-            unpackScales(scaleSlot + i * kEntryBytes, scale);
+            const uint32 scale = *reinterpret_cast<const uint32*>(scaleSlot + i * kEntryBytes);
+            const float scale0 = halfToFloat(uint16(scale)), scale1 = halfToFloat(uint16(scale >> 16));
 #pragma unroll
             for (int m = 0; m < kTokens; ++m) {
-                int upper[4] = {0, 0, 0, 0}, lower[4] = {0, 0, 0, 0};  // rows 0-7 and 8-15 of the tile
-                countBits<kSegment>(upper, x[m], make_uint2(signs[i].x, signs[i].y), segment, quad);
-                countBits<kSegment>(lower, x[m], make_uint2(signs[i].z, signs[i].w), segment, quad);
-                part[m][0] += scale[0] * float(upper[0] + highPlane * upper[2]);
-                part[m][1] += scale[1] * float(upper[1] + highPlane * upper[3]);
-                part[m][2] += scale[2] * float(lower[0] + highPlane * lower[2]);
-                part[m][3] += scale[3] * float(lower[1] + highPlane * lower[3]);
+                int low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};  // planes 0-7 and 8-15
+                countBits<kSegment>(low, signs[i], segmentPlanes<kSegment>(x[m].x, x[m].z, segment, quad), segment);
+                countBits<kSegment>(high, signs[i], segmentPlanes<kSegment>(x[m].y, x[m].w, segment, quad), segment);
+                part[m][0] += scale0 * (twiceCount(low[0], low[1], high[0], high[1], signWeight) - about[m].y);
+                part[m][1] += scale1 * (twiceCount(low[2], low[3], high[2], high[3], signWeight) - about[m].y);
             }
         }
 #pragma unroll
         for (int m = 0; m < kTokens; ++m) {
-#pragma unroll
-            for (int r = 0; r < kQuadRows; ++r) sums[m][r] += about[m].x * part[m][r];
+            sums[m][0] += about[m].x * part[m][0];
+            sums[m][1] += about[m].x * part[m][1];
         }
     }
 }
 
-// Sum over the planes (lanes of equal t), hand over to `target` [row][token], start again at zero.
+// Sum over the planes (the lanes of a quad), hand over to `target` [row][token], start again at zero.
 template <int kTokens>
-__device__ __forceinline__ void flush(float (&sums)[kTokens][kQuadRows], float* target, bool add, int lane) {
+__device__ __forceinline__ void flush(float (&sums)[kTokens][kLaneRows], float* target, bool add, int lane) {
     const int quad = lane % kTileQuads, g = lane / kTileQuads;
 #pragma unroll
     for (int m = 0; m < kTokens; ++m) {
 #pragma unroll
-        for (int r = 0; r < kQuadRows; ++r) {
-            const float total = laneSum<kTileQuads, kWarpSize>(sums[m][r] * float(2 << g));
-            float* place = target + (2 * quad + r % 2 + r / 2 * 8) * kTokens + m;
-            if (g == 0) *place = add ? *place + total : total;
+        for (int r = 0; r < kLaneRows; ++r) {
+            const float total = laneSum<1, kTileQuads>(sums[m][r] * float(1 << (2 * quad)));
+            float* place = target + (g + r * (kTileRows / kLaneRows)) * kTokens + m;
+            if (quad == 0) *place = add ? *place + total : total;
             sums[m][r] = 0.0f;
         }
     }
@@ -217,46 +235,53 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
     static_assert(kDepth >= 2, "one slot is read while another is filled");
     static_assert(kTileColumns % kSegment == 0 && kSegment % kBitsPerWord == 0, "segments are whole words of a tile");
     constexpr int kThreads = kWarps * kWarpSize;
-    constexpr int kSegments = kTileColumns / kSegment;
+    constexpr int kTileMeta = kTileColumns / kSegment * kTileQuads;
     constexpr int kTileSums = kTileRows * kTokens;
     extern __shared__ __align__(16) unsigned char shared[];
 
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const int allRowTiles = (rows + kTileRows - 1) / kTileRows;
-    const int firstRowTile = int(size_t(allRowTiles) * blockIdx.x / gridDim.x);
-    const int rowTiles = int(size_t(allRowTiles) * (blockIdx.x + 1) / gridDim.x) - firstRowTile;
+    const int firstRowTile = uint32(allRowTiles) * blockIdx.x / gridDim.x;
+    const int rowTiles = uint32(allRowTiles) * (blockIdx.x + 1) / gridDim.x - firstRowTile;
     const int kTiles = (columns + kTileColumns - 1) / kTileColumns;
     const int firstToken = blockIdx.y * kTokens;
 
-    Weights<kBits, kSegment, kTokens> weights{tiles, scales, firstRowTile, kTiles, groups, entries,
-                                              uint32(segmentsPerGroup), 0xffffffffu / uint32(segmentsPerGroup) + 1};
-    const int stepBytes = weights.stepBytes();
+    const Weights<kBits, kSegment> weights{
+        tiles + size_t(firstRowTile) * kTiles * (kBits * kWarpSize) + lane,
+        reinterpret_cast<const uint4*>(scales) + size_t(firstRowTile) * groups * (entries * 2),
+        kTiles, groups, entries, lane, uint32(segmentsPerGroup), 0xffffffffu / uint32(segmentsPerGroup) + 1};
+    const bool linear = passTiles >= kTiles && segmentsPerGroup == 1 && groups == kTiles * weights.kSegments;
+    const int stepBytes = weights.stepBytes(), scaleBytes = weights.groupVectors() * 16;
     unsigned char* ring = shared + warp * (kDepth * kSteps * stepBytes);
     uint4* planes = reinterpret_cast<uint4*>(shared + kWarps * kDepth * kSteps * stepBytes);
     float2* meta = reinterpret_cast<float2*>(planes + kTokens * passTiles * kWarpSize);
-    float* sums = reinterpret_cast<float*>(meta + kTokens * passTiles * kSegments);
+    float* sums = reinterpret_cast<float*>(meta + kTokens * passTiles * kTileMeta);
     float* partials = sums + rowTiles * kTileSums;
 
     Walk<kWarps> ahead{rowTiles, kTiles, passTiles, (kTiles + passTiles - 1) / passTiles, warp};
     ahead.enter(0);
     auto fetchSlot = [&](int slot) {
-        ahead.skipEnded();
         const uint32 target = sharedAddress(ring + slot * kSteps * stepBytes);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            if (ahead.position >= ahead.end) break;
-            weights.fetch(target + step * stepBytes, ahead.rowTile, ahead.pass * passTiles + ahead.kTile, lane);
-            ahead.next();
+        if (linear) {
+            weights.template fetchLinear<kSteps>(target, ahead.position, ahead.end - ahead.position);
+            ahead.position = min(ahead.position + kSteps, ahead.end);
+        } else {
+            ahead.skipEnded();
+#pragma unroll 1
+            for (int step = 0; step < kSteps && ahead.position < ahead.end; ++step, ahead.next()) {
+                weights.fetchTile(target + step * stepBytes, ahead.rowTile, ahead.pass * passTiles + ahead.kTile);
+            }
         }
         copyCommit();
     };
 #pragma unroll 1
     for (int slot = 0; slot < kDepth - 1; ++slot) fetchSlot(slot);
     for (int i = threadIdx.x; i < rowTiles * kTileSums; i += kThreads) sums[i] = 0.0f;
+    allowNextKernel();
     waitForPriorKernels();  // from here on x may be read and y written
 
     Walk<kWarps> walk = ahead;
-    float own[kTokens][kQuadRows] = {};
+    float own[kTokens][kLaneRows] = {};
     int slot = 0;
     for (int pass = 0; pass < ahead.passes; ++pass) {
         walk.enter(pass);
@@ -264,7 +289,7 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
             const bool exists = firstToken + m < tokens;
             makePlanes<kSegment>(x + size_t(exists ? firstToken + m : 0) * columns, pass * passTiles * kTileColumns,
                                  exists ? columns : 0, walk.width, dtype, vectors,
-                                 planes + m * passTiles * kWarpSize, meta + m * passTiles * kSegments);
+                                 planes + m * passTiles * kWarpSize, meta + m * passTiles * kTileMeta);
         }
         __syncthreads();
 
@@ -276,9 +301,9 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
 #pragma unroll 1
             for (int step = 0; step < kSteps && walk.position < walk.end; ++step, walk.next()) {
                 multiplyTile<kBits, kSegment, kTokens>(ring + (slot * kSteps + step) * stepBytes,
-                                                       weights.scaleBytes(), entries,
-                                                       planes + walk.kTile * kWarpSize, meta + walk.kTile * kSegments,
-                                                       passTiles * kWarpSize, passTiles * kSegments, lane, own);
+                                                       scaleBytes, entries,
+                                                       planes + walk.kTile * kWarpSize, meta + walk.kTile * kTileMeta,
+                                                       passTiles * kWarpSize, passTiles * kTileMeta, lane, own);
                 const bool rowEnds = walk.kTile + 1 == walk.width;
                 if (rowEnds || walk.position + 1 == walk.end) {
                     const bool whole = rowEnds && startTile == 0;
@@ -293,14 +318,13 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
 
         const int total = rowTiles * walk.width;
         const bool last = pass + 1 == ahead.passes;
-        if (last) allowNextKernel();
         for (int i = threadIdx.x; i < rowTiles * kTileSums; i += kThreads) {
             const int rowTile = i / kTileSums, begin = rowTile * walk.width, end = begin + walk.width;
             float value = sums[i];
-            for (int w = 0; w < kWarps; ++w) {
+            // The warps whose shares touch this row tile; one that covers it wrote to `sums`.
+            for (int w = uint32(begin) * kWarps / total; w < kWarps && total * w / kWarps < end; ++w) {
                 const int wBegin = total * w / kWarps, wEnd = total * (w + 1) / kWarps;
-                const bool touches = wBegin < end && wEnd > begin && wBegin < wEnd;
-                if (touches && !(wBegin <= begin && wEnd >= end)) {
+                if (wEnd > begin && wBegin < wEnd && !(wBegin <= begin && wEnd >= end)) {
                     value += partials[(2 * w + (wBegin <= begin)) * kTileSums + i % kTileSums];
                 }
             }

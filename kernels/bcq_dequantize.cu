@@ -69,12 +69,12 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
             const int group = column / groupSize;
             const uint16* entry = scales + scaleIndex(rowTile, groups, group, row, entries, 0);
             float values[kColumnsPerLane];
-            const float offset = entries > kBits ? halfToFloat(entry[kBits * kQuadRows]) : 0.0f;
+            const float offset = entries > kBits ? halfToFloat(entry[kBits * kLaneRows]) : 0.0f;
 #pragma unroll
             for (int c = 0; c < kColumnsPerLane; ++c) values[c] = 0.0f;
 #pragma unroll
             for (int i = 0; i < kBits; ++i) {
-                const float scale = halfToFloat(entry[i * kQuadRows]);
+                const float scale = halfToFloat(entry[i * kLaneRows]);
 #pragma unroll
                 for (int c = 0; c < kColumnsPerLane; ++c) values[c] += (bytes[i] >> c) & 1 ? scale : -scale;
             }

@@ -16,6 +16,8 @@ constexpr int kLutWidth = 8;                                // mu
 constexpr int kLutEntries = 1 << kLutWidth;
 constexpr int kTablesPerTile = kTileColumns / kLutWidth;
 constexpr int kTablesPerWord = kBitsPerWord / kLutWidth;
+constexpr int kNibbleWidth = kLutWidth / 2;
+constexpr int kNibbleEntries = 1 << kNibbleWidth;
 constexpr int kThreads = kLutEntries;                       // thread = table entry while building
 
 __device__ __forceinline__ uint32 wordOf(const uint4& words, int part) {
@@ -46,15 +48,24 @@ bcqLutGemv(const uint4* __restrict__ tiles,    // sign tiles
     const int firstTile = blockIdx.y * blockTiles, count = min(blockTiles, kTiles - firstTile);
     const uint16* row = x + size_t(blockIdx.z) * columns;
 
-    for (int table = 0; table < count * kTablesPerTile; ++table) {
-        const int column = firstTile * kTileColumns + table * kLutWidth;
+    // Sums of four activations with every sign, then every table entry from two of those.
+    float* nibbles = tables + blockTiles * kTablesPerTile * kLutEntries;  // [table][half][16]
+    for (int i = threadIdx.x; i < count * kTablesPerTile * 2 * kNibbleEntries; i += kThreads) {
+        const int column = firstTile * kTileColumns + i / kNibbleEntries * kNibbleWidth;
         float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < kLutWidth; ++i) {
-            const float value = column + i < columns ? shortToFloat(row[column + i], dtype) : 0.0f;
-            sum += (threadIdx.x >> i) & 1 ? value : -value;
+        for (int bit = 0; bit < kNibbleWidth; ++bit) {
+            const float value = column + bit < columns ? shortToFloat(row[column + bit], dtype) : 0.0f;
+            sum += (i >> bit) & 1 ? value : -value;
         }
-        tables[table * kLutEntries + threadIdx.x] = sum;
+        nibbles[i] = sum;
+    }
+    __syncthreads();
+    const int low = threadIdx.x % kNibbleEntries, high = kNibbleEntries + threadIdx.x / kNibbleEntries;
+#pragma unroll 8
+    for (int table = 0; table < count * kTablesPerTile; ++table) {
+        const float* pair = nibbles + table * 2 * kNibbleEntries;
+        tables[table * kLutEntries + threadIdx.x] = pair[low] + pair[high];
     }
     __syncthreads();
 
@@ -89,7 +100,7 @@ bcqLutGemv(const uint4* __restrict__ tiles,    // sign tiles
                             const uint32 key = wordOf(words[i], part) >> (byte * kLutWidth) & (kLutEntries - 1);
                             found += table[byte * kLutEntries + key];
                         }
-                        sums[part / 2] += halfToFloat(scale[i * kQuadRows]) * found;
+                        sums[part / 2] += halfToFloat(scale[i * kLaneRows]) * found;
                     }
                     if (entries > kBits) {
                         float plain = 0.0f;
@@ -97,7 +108,7 @@ bcqLutGemv(const uint4* __restrict__ tiles,    // sign tiles
                         for (int b = 0; b < kBytes; ++b) {
                             plain += table[(chunk * kBytes + b) * kLutEntries + kLutEntries - 1];
                         }
-                        sums[part / 2] += halfToFloat(scale[kBits * kQuadRows]) * plain;
+                        sums[part / 2] += halfToFloat(scale[kBits * kLaneRows]) * plain;
                     }
                 }
             }

@@ -19,8 +19,12 @@ constexpr uint32 kInfiniteExponent = 255;
 constexpr uint32 kSmallestExponent = 15;        // keeps s = 2^(exponent - 127 - 14) a normal number
 constexpr uint32 kScaleBits = 14;               // largest code: below 2^15
 constexpr uint32 kInverseBias = 2 * 127 + kScaleBits;
-constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
-constexpr int kOnes = 0x0101;                   // dp2a operand summing two 16-bit codes
+constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: the float whose low bits count in ones
+constexpr uint32 kRoundToIntegerBits = 0x4b400000;
+
+// Lane t of a quad counts planes 2t, 2t + 1, 2t + 8 and 2t + 9, in units of 2^(2t).
+constexpr int kQuadLow1 = 2, kQuadHigh0 = 256, kQuadHigh1 = 512;
+__device__ __forceinline__ int quadSignWeight(int quad) { return quad == kTileQuads - 1 ? -kQuadHigh1 : kQuadHigh1; }
 
 // 32 consecutive elements of x; zeros behind `columns`.
 __device__ __forceinline__ void loadValues(const uint16* x, int first, int columns, int dtype, bool vectors,
@@ -64,7 +68,8 @@ __device__ __forceinline__ void transposeBits(uint32 (&words)[kPairs]) {
 }
 
 // Planes of 32 values per lane; the lanes of a segment (kSegment / 32 neighbours) share a scale. Whole warps call it.
-// planes: [k tile][lane] uint4, see binaryMma256. meta: [k tile][segment] {scale s, sum of the codes}.
+// planes: [k tile][lane = 4 (p % 8) + t] uint4 {planes p, p + 8 of word t; the same of word t + 4}: the B operand of
+// two binaryMma256. meta: [k tile][segment][t] {scale s, kRoundToInteger + sum of the codes' bits that lane t counts}.
 // word: index of the 32 columns, counted from the first k tile of `planes`. valid: whether to write.
 template <int kSegment>
 __device__ __forceinline__ void writePlanes(const float (&values)[kValuesPerThread], int word, bool valid,
@@ -80,17 +85,22 @@ __device__ __forceinline__ void writePlanes(const float (&values)[kValuesPerThre
     const bool finite = exponent < kInfiniteExponent;
     const float inverse = finite ? __uint_as_float((kInverseBias - exponent) << kExponentShift) : 0.0f;
     uint32 words[kPairs];
-    int sum = 0;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
         const uint32 low = __float_as_uint(fmaf(finite ? values[i] : 0.0f, inverse, kRoundToInteger));
         const uint32 high = __float_as_uint(fmaf(finite ? values[i + kPairs] : 0.0f, inverse, kRoundToInteger));
         words[i] = __byte_perm(low, high, 0x5410);
-        sum = __dp2a_lo(int(words[i]), kOnes, sum);
     }
     transposeBits(words);
+    int sums[kTileQuads];
 #pragma unroll
-    for (int mask = 1; mask < kLanes; mask *= 2) sum += __shfl_xor_sync(kFullWarp, sum, mask);
+    for (int t = 0; t < kTileQuads; ++t) {
+        sums[t] = __popc(words[2 * t]) + kQuadLow1 * __popc(words[2 * t + 1]) +
+                  kQuadHigh0 * __popc(words[2 * t + kPlanes / 2]) +
+                  quadSignWeight(t) * __popc(words[2 * t + 1 + kPlanes / 2]);
+#pragma unroll
+        for (int mask = 1; mask < kLanes; mask *= 2) sums[t] += __shfl_xor_sync(kFullWarp, sums[t], mask);
+    }
     if (!valid) return;
 
     const int kTile = word / kWordsPerTileRow, quad = word % kTileQuads, half = word % kWordsPerTileRow / kTileQuads;
@@ -99,7 +109,11 @@ __device__ __forceinline__ void writePlanes(const float (&values)[kValuesPerThre
     for (int p = 0; p < kPlanes / 2; ++p) column[2 * kTileQuads * p] = make_uint2(words[p], words[p + kPlanes / 2]);
     if (word % kLanes == 0) {
         const float zeroOrScale = largest ? __uint_as_float((exponent - kScaleBits) << kExponentShift) : 0.0f;
-        meta[word / kLanes] = make_float2(finite ? zeroOrScale : __uint_as_float(kNotANumberBits), float(sum));
+        const float scale = finite ? zeroOrScale : __uint_as_float(kNotANumberBits);
+#pragma unroll
+        for (int t = 0; t < kTileQuads; ++t) {
+            meta[word / kLanes * kTileQuads + t] = make_float2(scale, kRoundToInteger + float(sums[t]));
+        }
     }
 }
 

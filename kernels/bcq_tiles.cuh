@@ -5,10 +5,10 @@
 //                           y: row g,     columns 128 + 32 t ..
 //                           z: row g + 8, columns 32 t ..
 //                           w: row g + 8, columns 128 + 32 t ..
-//   scale tiles  [row tile][group][t][entry][4] fp16       rows 2t, 2t + 1, 8 + 2t, 8 + 2t + 1 of the tile
+//   scale tiles  [row tile][group][g][entry][2] fp16       rows g and g + 8 of the tile
 //     entry i < bits: scales of plane i; entry bits, where present: the offset
 //
-// That is the fragment order of mma.m16n8k128/k256 with the weights as B, so one coalesced 512-byte load feeds the
+// That is the fragment order of mma.m16n8k128/k256 with the weights as A, so one coalesced 512-byte load feeds the
 // tensor cores and no bit moves. Columns behind K and rows behind N are zero bits and zero scales.
 #pragma once
 #include "common.cuh"
@@ -16,15 +16,11 @@
 constexpr int kTileRows = 16;
 constexpr int kTileColumns = 256;
 constexpr int kTileQuads = 4;        // values of t
-constexpr int kQuadRows = 4;         // rows per t in a scale tile
+constexpr int kLaneRows = 2;         // rows g and g + 8 of a lane
 constexpr int kWordsPerTileRow = kTileColumns / kBitsPerWord;
-
-// Position of a row of a tile in a scale tile: which t, and which of its four rows.
-__device__ __forceinline__ int scaleQuad(int row) { return (row % 8) / 2; }
-__device__ __forceinline__ int scaleRow(int row) { return row % 2 + 2 * (row / 8); }
 
 // Index of the scale of (row tile, group, row of the tile, entry).
 __device__ __forceinline__ size_t scaleIndex(int rowTile, int groups, int group, int row, int entries, int entry) {
     const size_t block = size_t(rowTile) * groups + group;
-    return ((block * kTileQuads + scaleQuad(row)) * entries + entry) * kQuadRows + scaleRow(row);
+    return ((block * (kTileRows / kLaneRows) + row % 8) * entries + entry) * kLaneRows + row / 8;
 }

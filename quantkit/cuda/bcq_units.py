@@ -14,8 +14,8 @@ SEGMENTS = (256, 128, 64, 32)  # columns that share an activation scale: the lar
 TILE_ROWS, TILE_COLUMNS = 16, 256
 _LANES, _VECTOR_BYTES = 32, 16
 _PLANE_BYTES = _LANES * _VECTOR_BYTES  # of one k tile: 16 planes of activations, or one plane of weights
-_META_BYTES, _FLOAT_BYTES = 8, 4
-_LUT_TILE_BYTES = TILE_COLUMNS // 8 * 256 * _FLOAT_BYTES
+_META_BYTES, _FLOAT_BYTES = 4 * 8, 4  # per segment and k tile: four lanes' scale and plane sum
+_LUT_TILE_BYTES = TILE_COLUMNS // 8 * (256 + 2 * 16) * _FLOAT_BYTES  # 32 tables and their half sums
 _RING_SHARE = 0.65  # of a block's shared memory; the rest is for the activations' planes
 _MAX_DEPTH = 8
 

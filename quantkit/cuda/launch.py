@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.cuda.driver import Value, launch_overlapped
 from quantkit.cuda.units import CompileUnit, cached_cubin, cupy_install_line, target
 from quantkit.errors import KernelError
 
@@ -19,7 +21,8 @@ DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 Argument = Tensor | int | float | None
 """Tensor or None: a pointer (null for None). int: a 32-bit signed integer. float: fp32."""
 
-_STATIC_SHARED_LIMIT = 48 * 1024  # above this a kernel must be told its dynamic shared memory when it is loaded
+
+_OVERLAP_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class _Stream:
 
 
 @cache
-def _load(unit: CompileUnit, device: int, shared_mem: int) -> Any:
-    """The unit's function on a device, with room for ``shared_mem`` bytes of dynamic shared memory.
+def _load(unit: CompileUnit, device: int) -> Any:
+    """The unit's function on a device, allowed all the dynamic shared memory that a block can have there.
 
     Raises KernelError where CuPy is missing, the unit does not compile, or a CUDA graph is being captured: loading a
     module is not allowed then, so every shape must have run once before.
@@ -45,8 +48,8 @@ def _load(unit: CompileUnit, device: int, shared_mem: int) -> Any:
         raise KernelError(f"CUDA kernels need CuPy, which is not installed: {cupy_install_line(major)}") from error
     cubin, symbol = cached_cubin(unit, target(*torch.cuda.get_device_capability(device), unit.hopper))
     kernel = cupy.RawModule(path=str(cubin)).get_function(symbol)
-    if shared_mem > _STATIC_SHARED_LIMIT:
-        kernel.max_dynamic_shared_size_bytes = shared_mem
+    most = cupy.cuda.runtime.getDeviceProperties(device)["sharedMemPerBlockOptin"]
+    kernel.max_dynamic_shared_size_bytes = most - kernel.shared_size_bytes
     return kernel.kernel  # the loaded function itself: no lookup per launch
 
 
@@ -58,6 +61,19 @@ def _argument(value: Argument) -> Any:
     return np.int32(value) if isinstance(value, int) else np.float32(value)
 
 
+def _value(value: Argument) -> Value:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if value is None:
+        return ctypes.c_void_p(0)
+    return ctypes.c_int32(value) if isinstance(value, int) else ctypes.c_float(value)
+
+
+def _three(sizes: tuple[int, ...]) -> tuple[int, int, int]:
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
 def launch(
     unit: CompileUnit,
     device: torch.device,
@@ -66,15 +82,23 @@ def launch(
     block: tuple[int, ...],
     args: tuple[Argument, ...],
     shared_mem: int = 0,
+    overlap: bool = False,
 ) -> None:
     """Queue one kernel on the current stream of ``device``; returns at once.
 
     args: in the kernel's order, see Argument. shared_mem: bytes of dynamic shared memory per block.
+    overlap: programmatic dependent launch where the GPU has it, see launch_overlapped for what that demands.
     The first launch of an instance on a device compiles and loads it, so it must come before graph capture.
     Raises KernelError, see _load.
     """
     with torch.cuda.device(device):
         index = torch.cuda.current_device()
-        function = _load(unit, index, shared_mem)
-        stream = _Stream(torch.cuda.current_stream().cuda_stream)
-        function(grid, block, tuple(map(_argument, args)), shared_mem, stream)
+        function = _load(unit, index)
+        stream = torch.cuda.current_stream().cuda_stream
+        if overlap and torch.cuda.get_device_capability(index) >= _OVERLAP_CAPABILITY:
+            values = tuple(map(_value, args))
+            launch_overlapped(
+                function.ptr, stream, grid=_three(grid), block=_three(block), values=values, shared_mem=shared_mem
+            )
+        else:
+            function(grid, block, tuple(map(_argument, args)), shared_mem, _Stream(stream))

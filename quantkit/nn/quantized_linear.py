@@ -82,9 +82,7 @@ class QuantizedLinear(nn.Module):
             return
         self._replace(row.prepare(self.spec, self._held, self.shape))
         self.prepared = True
-        if self._device.type == "cuda":
-            # Kernels may start before their predecessor ended, as long as nothing they prefetch is being written.
-            torch.cuda.synchronize(self._device)
+        self._synchronize()
 
     def restore(self) -> None:
         """Undo ``prepare``: the canonical tensors again, bit for bit."""
@@ -96,8 +94,14 @@ class QuantizedLinear(nn.Module):
         """Prepared on a GPU, canonical on any other device."""
         if self._device.type == "cuda":
             self.prepare()
+            self._synchronize()
         elif self._device.type == "cpu":
             self.restore()
+
+    def _synchronize(self) -> None:
+        """Wait for the stored tensors: the kernels may read them before their predecessor on the stream has ended."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     @property
     def _held(self) -> dict[str, Tensor]:

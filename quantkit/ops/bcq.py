@@ -3,6 +3,7 @@
 On the CPU both run the reference twin. On a GPU both run the kernels; the canonical op then builds the tile order on
 every call, which is right but slow: modules prepare once at load. ``bcq_dequantize`` gives the weight itself.
 fp16 and bf16 activations use the GEMV kernels; fp32 ones an fp32 weight and cuBLAS, so nothing is rounded.
+``implementation``: a kernel by name, or the measured choice. ``settled``: no kernel still queued writes the weight.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "bcq_linear_prepared(Tensor x, Tensor tiles, Tensor scale_tiles, Tensor? bias, int out_features, "
-    "int group_size, str kernel='auto') -> Tensor"
+    "int group_size, str implementation='auto', bool settled=False) -> Tensor"
 )
 LIBRARY.define(
     "bcq_dequantize(Tensor tiles, Tensor scale_tiles, int out_features, int in_features, int group_size, "
@@ -43,7 +44,9 @@ def bcq_linear_reference(
 def _linear_cuda(
     x: Tensor, signs: Tensor, scales: Tensor, offset: Tensor | None, bias: Tensor | None, group_size: int
 ) -> Tensor:
-    return _prepared_cuda(x, tile_signs(signs), tile_scales(scales, offset), bias, signs.shape[1], group_size)
+    return _prepared_cuda(
+        x, tile_signs(signs), tile_scales(scales, offset, group_size, x.shape[-1]), bias, signs.shape[1], group_size
+    )
 
 
 def _prepared_reference(
@@ -53,9 +56,10 @@ def _prepared_reference(
     bias: Tensor | None,
     out_features: int,
     group_size: int,
-    kernel: str = AUTO,
+    implementation: str = AUTO,
+    settled: bool = False,
 ) -> Tensor:
-    stored = untile(tiles, scale_tiles, out_features, x.shape[-1])
+    stored = untile(tiles, scale_tiles, out_features, x.shape[-1], group_size)
     return bcq_linear_reference(x, stored.signs, stored.scales, stored.offset, bias, group_size)
 
 
@@ -66,21 +70,22 @@ def _prepared_cuda(
     bias: Tensor | None,
     out_features: int,
     group_size: int,
-    kernel: str = AUTO,
+    implementation: str = AUTO,
+    settled: bool = False,
 ) -> Tensor:
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     if not flat.shape[0]:
         return x.new_empty(*x.shape[:-1], out_features)
-    if kernel == AUTO:
-        kernel = choose(flat, tiles.shape[2], out_features, group_size)
-    y = product(kernel, flat, tiles, scale_tiles, bias, out_features, group_size)
+    if implementation == AUTO:
+        implementation = choose(flat, tiles.shape[2], out_features, group_size)
+    y = product(implementation, flat, tiles, scale_tiles, bias, out_features, group_size, settled=settled)
     return y.view(*x.shape[:-1], out_features)
 
 
 def _dequantize_reference(
     tiles: Tensor, scale_tiles: Tensor, out_features: int, in_features: int, group_size: int, dtype: torch.dtype
 ) -> Tensor:
-    stored = untile(tiles, scale_tiles, out_features, in_features)
+    stored = untile(tiles, scale_tiles, out_features, in_features, group_size)
     return dequantize_planes(stored.signs, stored.scales, stored.offset, in_features, group_size).to(dtype)
 
 
@@ -97,7 +102,8 @@ def _prepared_fake(
     bias: Tensor | None,
     out_features: int,
     group_size: int,
-    kernel: str = AUTO,
+    implementation: str = AUTO,
+    settled: bool = False,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], out_features)
 

@@ -59,11 +59,13 @@ def binary_gemv(
     out_features: int,
     group_size: int,
     *,
+    settled: bool = False,
     tile: BinaryTile | None = None,
 ) -> Tensor:
     """y [M, N] = x [M, K] W^T + bias on binary tensor cores; any M, best for M <= 8.
 
     x: contiguous fp16 or bf16. bias: in x's type. tile: another block layout than the table's, for tuning.
+    settled: nothing queued on the GPU still writes the weight, so it may be read before the previous kernel ends.
     Raises KernelError where the group size is no multiple of 32.
     """
     tokens, columns = x.shape
@@ -109,6 +111,7 @@ def binary_gemv(
             int(vectors),
         ),
         shared_mem=plan.shared_mem,
+        overlap=settled,
     )
     return y
 
@@ -191,8 +194,10 @@ def product(
     bias: Tensor | None,
     out_features: int,
     group_size: int,
+    *,
+    settled: bool = False,
 ) -> Tensor:
-    """y [M, N] = x [M, K] W^T + bias through the named kernel.
+    """y [M, N] = x [M, K] W^T + bias through the named kernel; settled: see binary_gemv.
 
     Raises KernelError for an unknown kernel, or one that cannot run these shapes or types.
     """
@@ -203,7 +208,7 @@ def product(
         )
     bias = None if bias is None else bias.to(x.dtype)
     if kernel == BINARY:
-        return binary_gemv(x, tiles, scale_tiles, bias, out_features, group_size)
+        return binary_gemv(x, tiles, scale_tiles, bias, out_features, group_size, settled=settled)
     if kernel == LUT:
         return lut_gemv(x, tiles, scale_tiles, bias, out_features, group_size)
     weight = dequantize_tiles(tiles, scale_tiles, out_features, x.shape[-1], group_size, x.dtype)

@@ -1,8 +1,9 @@
 """The prepared order of a bcq weight: what prepare() builds at load and the CUDA kernels read.
 
-``tiles`` [row tiles, k tiles, bits, 128] int32 and ``scale_tiles`` [row tiles, G, 4, entries, 4] fp16, entries being
-the planes' scales and then the offset where there is one; kernels/bcq_tiles.cuh draws both. Rows are padded to 16 and
-columns to 256 with zeros. Both directions are permutations, so preparing and restoring change no bit.
+``tiles`` [row tiles, k tiles, bits, 128] int32 and ``scale_tiles`` [row tiles, groups, 8, entries, 2] fp16, entries
+being the planes' scales and then the offset where there is one; kernels/bcq_tiles.cuh draws both. Rows are padded to
+16 and columns to 256 with zeros, and groups to whole k tiles where the kernels can then read straight on. Both
+directions are permutations, so preparing and restoring change no bit.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantkit.cuda.bcq_units import SEGMENTS, TILE_COLUMNS, TILE_ROWS
+from quantkit.formats.bcq import group_count
 from quantkit.formats.planes import BITS_PER_BYTE, packed_width
 
-TILE_ROWS = 16
-TILE_COLUMNS = 256
 _ROW_HALVES, _ROWS_PER_HALF = 2, 8
 _COLUMN_HALVES, _QUADS = 2, 4  # a tile row is 2 x 4 words of 32 columns
 _WORDS = _COLUMN_HALVES * _QUADS
-_ROW_PAIR = 2
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,36 @@ def untile_signs(tiles: Tensor, rows: int, columns: int) -> Tensor:
     return words.view(torch.uint8)[:, :rows, : packed_width(columns)].contiguous()
 
 
-def tile_scales(scales: Tensor, offset: Tensor | None) -> Tensor:
-    """scales [bits, N, G] and offset [N, G] or None -> [row tiles, G, 4, entries, 4] fp16."""
+def padded_groups(group_size: int, columns: int) -> int:
+    """Groups per row in scale tiles: every k tile whole where a group is one activation segment of the kernels."""
+    groups = group_count(group_size, columns)
+    whole = TILE_COLUMNS // group_size if group_size in SEGMENTS else 0
+    return max(groups, tile_counts(1, columns)[1] * whole) if groups > 1 else groups
+
+
+def tile_scales(scales: Tensor, offset: Tensor | None, group_size: int, columns: int) -> Tensor:
+    """scales [bits, N, G] and offset [N, G] or None -> [row tiles, padded groups, 8, entries, 2] fp16."""
     entries = scales if offset is None else torch.cat([scales, offset.unsqueeze(0)])
-    count, rows, groups = entries.shape
-    row_tiles, _ = tile_counts(rows, TILE_COLUMNS)
-    padded = pad(entries, (0, 0, 0, row_tiles * TILE_ROWS - rows))
-    split = padded.view(count, row_tiles, _ROW_HALVES, _QUADS, _ROW_PAIR, groups)
-    return split.permute(1, 5, 3, 0, 2, 4).reshape(row_tiles, groups, _QUADS, count, _ROW_HALVES * _ROW_PAIR)
+    count, rows, stored = entries.shape
+    row_tiles, _ = tile_counts(rows, columns)
+    groups = padded_groups(group_size, columns)
+    padded = pad(entries, (0, groups - stored, 0, row_tiles * TILE_ROWS - rows))
+    split = padded.view(count, row_tiles, _ROW_HALVES, _ROWS_PER_HALF, groups)
+    return split.permute(1, 4, 3, 0, 2).contiguous()
 
 
-def untile_scales(scale_tiles: Tensor, rows: int, weight_bits: int) -> tuple[Tensor, Tensor | None]:
+def untile_scales(
+    scale_tiles: Tensor, rows: int, columns: int, weight_bits: int, group_size: int
+) -> tuple[Tensor, Tensor | None]:
     """Inverse of tile_scales: (scales [bits, N, G], offset [N, G] or None)."""
     row_tiles, groups, _, count, _ = scale_tiles.shape
-    split = scale_tiles.view(row_tiles, groups, _QUADS, count, _ROW_HALVES, _ROW_PAIR)
-    entries = split.permute(3, 0, 4, 2, 5, 1).reshape(count, row_tiles * TILE_ROWS, groups)[:, :rows]
+    entries = scale_tiles.permute(3, 0, 4, 2, 1).reshape(count, row_tiles * TILE_ROWS, groups)
+    entries = entries[:, :rows, : group_count(group_size, columns)]
     offset = entries[weight_bits].contiguous() if count > weight_bits else None
     return entries[:weight_bits].contiguous(), offset
 
 
-def untile(tiles: Tensor, scale_tiles: Tensor, rows: int, columns: int) -> BcqTensors:
+def untile(tiles: Tensor, scale_tiles: Tensor, rows: int, columns: int, group_size: int) -> BcqTensors:
     """The canonical tensors that prepared ones were made from, bit for bit."""
-    scales, offset = untile_scales(scale_tiles, rows, tiles.shape[2])
+    scales, offset = untile_scales(scale_tiles, rows, columns, tiles.shape[2], group_size)
     return BcqTensors(untile_signs(tiles, rows, columns), scales, offset)

@@ -29,7 +29,7 @@ class BcqWeight:
         return BcqWeight(self.signs.to(device), self.scales.to(device), offset, self.group_size, self.columns)
 
     def tiled(self) -> tuple[Tensor, Tensor]:
-        return tile_signs(self.signs), tile_scales(self.scales, self.offset)
+        return tile_signs(self.signs), tile_scales(self.scales, self.offset, self.group_size, self.columns)
 
     def dequantized(self) -> Tensor:
         """[N, K] fp64."""

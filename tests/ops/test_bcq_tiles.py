@@ -17,7 +17,7 @@ FIXED_POINT_RTOL = 2.0**-12  # 16-bit planes with one scale per segment of Gauss
 @pytest.mark.parametrize(("rows", "columns", "group_size"), SHAPES, ids=SHAPE_IDS)
 def test_restoring_tiles_gives_the_canonical_bits(rows: int, columns: int, group_size: int, offset: bool) -> None:
     weight = random_weight(3, rows, columns, group_size, offset=offset)
-    stored = untile(*weight.tiled(), rows, columns)
+    stored = untile(*weight.tiled(), rows, columns, group_size)
     assert torch.equal(stored.signs, weight.signs)
     assert torch.equal(stored.scales, weight.scales)
     assert (stored.offset is None) == (not offset)
@@ -47,10 +47,9 @@ def test_scale_tiles_follow_the_drawing() -> None:
     assert weight.offset is not None
     for row, group in [(0, 0), (1, 3), (9, 5), (22, 2), (39, 4)]:
         row_tile, local = divmod(row, 16)
-        quad, place = (local % 8) // 2, local % 2 + 2 * (local // 8)
         for entry in range(2):
-            assert scale_tiles[row_tile, group, quad, entry, place] == weight.scales[entry, row, group]
-        assert scale_tiles[row_tile, group, quad, 2, place] == weight.offset[row, group]
+            assert scale_tiles[row_tile, group, local % 8, entry, local // 8] == weight.scales[entry, row, group]
+        assert scale_tiles[row_tile, group, local % 8, 2, local // 8] == weight.offset[row, group]
 
 
 def _planes(x: Tensor) -> tuple[Tensor, float]:
@@ -82,7 +81,7 @@ def _fragment_gemv(weight: BcqWeight, x: Tensor, segment: int) -> Tensor:
             local, row_tile = row % 16, row // 16
             lanes = [(local % 8) * 4 + word % 4 for word in range(8)]
             for entry in range(entries):
-                a = float(scale_tiles[row_tile, group, (local % 8) // 2, entry, local % 2 + 2 * (local // 8)])
+                a = float(scale_tiles[row_tile, group, local % 8, entry, local // 8])
                 codes_sum = float((planes.double().sum(1) * signed).sum())
                 if entry == bits:
                     y[row] += a * scale * codes_sum

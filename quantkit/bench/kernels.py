@@ -1,0 +1,189 @@
+"""``quantkit bench linear``: one Linear in a packed format against the same Linear in floating point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from quantkit.bench.energy import Energy, energy_per_call
+from quantkit.bench.methods import method_spec, random_tensors
+from quantkit.bench.shapes import LinearShape
+from quantkit.bench.timing import Timing, check_peak, check_result, measure, peak_bandwidth, rotation_length
+from quantkit.errors import BenchError
+from quantkit.formats.base import PackedWeight
+from quantkit.formats.table import FORMATS, format_name, stored_bytes
+from quantkit.nn.quantized_linear import QuantizedLinear
+
+TOLERANCE = {torch.float16: 3e-3, torch.float32: 1e-5}  # relative error in norm: the type's rounding, with slack
+_CHECKED_TOKENS = 8
+_FLOAT_ACT_BITS = 16
+
+
+@dataclass(frozen=True)
+class LinearResult:
+    """One row of the report.
+
+    shape, rows, columns: the weight [N, K]. tokens: rows of x. *_us: microseconds per call. baseline_*: F.linear in
+    ``baseline`` on the same rows, same run. bytes: stored weight, activations and output of one call.
+    peak_percent: of the device's read bandwidth, or None where that is unknown. error: ||y - ref|| / ||ref||.
+    energy, baseline_energy: None unless asked for.
+    """
+
+    shape: str
+    rows: int
+    columns: int
+    method: str
+    tokens: int
+    implementation: str
+    median_us: float
+    p10_us: float
+    p90_us: float
+    repeats: int
+    baseline: str
+    baseline_us: float
+    speed_up: float
+    bytes: int
+    gigabytes_per_second: float
+    peak_percent: float | None
+    error: float
+    energy: Energy | None
+    baseline_energy: Energy | None
+
+
+@dataclass(frozen=True)
+class LinearBench:
+    """What to time, and on what: methods as in bench/methods.py, tokens = the values of --rows."""
+
+    shapes: Sequence[LinearShape]
+    methods: Sequence[str]
+    tokens: Sequence[int]
+    device: torch.device
+    energy: bool = False
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """Activations and baseline: fp16 on a GPU, fp32 on the CPU."""
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
+def run_linear(bench: LinearBench) -> Iterable[LinearResult]:
+    """Time every method at every shape and row count, the baseline of a shape once per row count.
+
+    Raises BenchError for an unknown method, a wrong result, or a bandwidth above the device's.
+    """
+    specs = {name: method_spec(name) for name in bench.methods}
+    if any(count < 1 for count in bench.tokens):
+        raise BenchError("--rows: row counts must be positive")
+    for shape in bench.shapes:
+        baselines = {tokens: _baseline(bench, shape, tokens) for tokens in bench.tokens}
+        for name, spec in specs.items():
+            yield from _time_method(bench, shape, name, spec, baselines)
+
+
+def _baseline(bench: LinearBench, shape: LinearShape, tokens: int) -> tuple[Timing, Energy | None]:
+    dtype = compute_dtype(bench.device)
+    x = torch.randn(tokens, shape.columns, device=bench.device, dtype=dtype)
+    size = shape.rows * shape.columns * dtype.itemsize
+    weights = [
+        torch.randn(shape.rows, shape.columns, device=bench.device, dtype=dtype)
+        for _ in range(rotation_length(size, bench.device))
+    ]
+    calls = [_linear_call(x, weight) for weight in weights]
+    return measure(calls, bench.device), _energy(bench, calls)
+
+
+def _linear_call(x: Tensor, weight: Tensor) -> Callable[[], Tensor]:
+    return lambda: linear(x, weight)
+
+
+def _module_call(module: QuantizedLinear, x: Tensor) -> Callable[[], Tensor]:
+    return lambda: module(x)
+
+
+def _energy(bench: LinearBench, calls: Sequence[Callable[[], Any]]) -> Energy | None:
+    return energy_per_call(calls, bench.device) if bench.energy else None
+
+
+def random_linear(spec: Any, shape: LinearShape, device: torch.device, dtype: torch.dtype) -> QuantizedLinear:
+    """A Linear with random content in the spec's format, in the order the device's kernels read."""
+    size = (shape.rows, shape.columns)
+    module = QuantizedLinear.from_packed(PackedWeight(spec, size, random_tensors(spec, size, device), {}), None, dtype)
+    module.settle()
+    return module
+
+
+def _time_method(
+    bench: LinearBench,
+    shape: LinearShape,
+    name: str,
+    spec: Any,
+    baselines: dict[int, tuple[Timing, Energy | None]],
+) -> Iterable[LinearResult]:
+    dtype = compute_dtype(bench.device)
+    weight_bytes = stored_bytes(spec, (shape.rows, shape.columns))
+    modules = [
+        random_linear(spec, shape, bench.device, dtype) for _ in range(rotation_length(weight_bytes, bench.device))
+    ]
+    peak = peak_bandwidth(bench.device)
+    for tokens in bench.tokens:
+        what = f"{name} at {shape.name}, {tokens} rows"
+        x = torch.randn(tokens, shape.columns, device=bench.device, dtype=dtype)
+        error = _relative_error(modules[0], x[:_CHECKED_TOKENS], modules[0](x)[:_CHECKED_TOKENS])
+        check_result(what, error, TOLERANCE[dtype])
+        calls = [_module_call(module, x) for module in modules]
+        timing = measure(calls, bench.device)
+        moved = weight_bytes + tokens * (shape.rows + shape.columns) * dtype.itemsize
+        bandwidth = moved / timing.median
+        check_peak(what, bandwidth, peak)
+        baseline, baseline_energy = baselines[tokens]
+        yield LinearResult(
+            shape=shape.name,
+            rows=shape.rows,
+            columns=shape.columns,
+            method=name,
+            tokens=tokens,
+            implementation=implementation(modules[0], x),
+            median_us=timing.median * 1e6,
+            p10_us=timing.p10 * 1e6,
+            p90_us=timing.p90 * 1e6,
+            repeats=timing.repeats,
+            baseline=str(dtype).removeprefix("torch."),
+            baseline_us=baseline.median * 1e6,
+            speed_up=baseline.median / timing.median,
+            bytes=moved,
+            gigabytes_per_second=bandwidth / 1e9,
+            peak_percent=None if peak is None else 100 * bandwidth / peak,
+            error=error,
+            energy=_energy(bench, calls),
+            baseline_energy=baseline_energy,
+        )
+
+
+def _relative_error(module: QuantizedLinear, x: Tensor, y: Tensor) -> float:
+    """||y - x W^T|| / ||x W^T|| with W dequantized and the product in fp64; x's rows only."""
+    if FORMATS[module.format_name].act_bits(module.spec) != _FLOAT_ACT_BITS:
+        raise BenchError(f"format {module.format_name}: no reference for quantized activations in this benchmark")
+    expected = x.double() @ module.dequantize().double().T
+    return float((y.double() - expected).norm() / expected.norm())
+
+
+def implementation(module: QuantizedLinear, x: Tensor) -> str:
+    """What ran: the kernel's name on a GPU, "reference" on the CPU."""
+    if not x.is_cuda:
+        return "reference"
+    chosen = IMPLEMENTATIONS.get(format_name(module.spec))
+    return module.format_name if chosen is None else chosen(module, x)
+
+
+def _bcq_kernel(module: QuantizedLinear, x: Tensor) -> str:
+    from quantkit.ops.bcq_choice import choose
+
+    return choose(x, module.spec.weight_bits, module.out_features, module.spec.group_size)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[QuantizedLinear, Tensor], str]] = {"bcq": _bcq_kernel}

@@ -1,0 +1,77 @@
+"""What ``--method`` may name in a benchmark: a storage format with its settings, filled with random content."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import BenchError, RecipeError
+from quantkit.formats.base import Shape, TensorSpec
+from quantkit.formats.bcq import ROW_WISE, BcqSpec
+from quantkit.formats.table import FORMATS, format_name
+
+ROW = "row"
+_LARGEST_SCALE = 0.02
+
+
+@dataclass(frozen=True)
+class MethodName:
+    """One form of ``--method``.
+
+    pattern: of the whole name. example: shown in errors. spec: match -> format spec.
+    """
+
+    pattern: re.Pattern[str]
+    example: str
+    spec: Callable[[re.Match[str]], Any]
+
+
+def _group(text: str) -> int:
+    return ROW_WISE if text == ROW else int(text)
+
+
+METHOD_NAMES: tuple[MethodName, ...] = (
+    MethodName(
+        re.compile(r"(?:bcq|rtn)-w(\d)-g(\d+|row)"),
+        "bcq-w4-g128",
+        lambda found: BcqSpec(int(found[1]), _group(found[2]), offset=True),
+    ),
+    MethodName(
+        re.compile(r"nuqmm-q(\d)-g(\d+|row)"),
+        "nuqmm-q4-g128",
+        lambda found: BcqSpec(int(found[1]), _group(found[2]), offset=False),
+    ),
+)
+
+
+def method_spec(name: str) -> Any:
+    """The format spec that a method name stands for.
+
+    Raises BenchError for a name of no known form or with impossible settings.
+    """
+    for form in METHOD_NAMES:
+        found = form.pattern.fullmatch(name)
+        if found:
+            try:
+                return form.spec(found)
+            except RecipeError as error:
+                raise BenchError(f"--method {name}: {error}") from error
+    raise BenchError(f"--method {name}: unknown; known forms: {', '.join(form.example for form in METHOD_NAMES)}")
+
+
+def random_tensors(spec: Any, shape: Shape, device: torch.device) -> dict[str, Tensor]:
+    """Stored tensors of the spec's format with random content: any bits, scales in (0, 0.02]."""
+    wanted = FORMATS[format_name(spec)].tensors(spec, shape)
+    return {name: _random(tensor, device) for name, tensor in wanted.items()}
+
+
+def _random(tensor: TensorSpec, device: torch.device) -> Tensor:
+    if tensor.dtype.is_floating_point:
+        return ((1 - torch.rand(tensor.shape, device=device)) * _LARGEST_SCALE).to(tensor.dtype)
+    limits = torch.iinfo(tensor.dtype)
+    return torch.randint(limits.min, limits.max + 1, tensor.shape, dtype=tensor.dtype, device=device)

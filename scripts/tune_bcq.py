@@ -1,0 +1,101 @@
+"""Times block layouts of bcq_binary_gemv and its peers: where the tables in quantkit/cuda/bcq_units.py come from.
+
+python scripts/tune_bcq.py [--sizes 4096,12288,16384] [--bits 1,2,4] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.bench.timing import measure, rotation_length
+from quantkit.cuda.bcq_units import BinaryTile, binary_tile
+from quantkit.errors import KernelError
+from quantkit.ops.bcq_cuda import binary_gemv, binary_segment, compute_capability, lut_gemv
+
+LAYOUTS = {
+    1: [(16, 4, 3), (16, 4, 2), (16, 2, 4), (16, 2, 6), (8, 4, 4), (8, 4, 6)],
+    2: [(16, 1, 4), (16, 2, 2), (16, 2, 3), (8, 2, 4), (8, 2, 6), (8, 4, 3)],
+    3: [(16, 1, 3), (16, 1, 4), (16, 2, 2), (8, 2, 4)],
+    4: [(16, 1, 3), (16, 1, 4), (16, 1, 2), (8, 2, 3), (8, 1, 4), (8, 1, 6)],
+}
+CUDA = torch.device("cuda")
+
+
+def random_tiles(bits: int, size: int, group_size: int, offset: bool) -> tuple[Tensor, Tensor]:
+    """Prepared tensors of a random [size, size] weight."""
+    groups = -(-size // group_size)
+    tiles = torch.randint(-(2**31), 2**31 - 1, (size // 16, -(-size // 256), bits, 128), dtype=torch.int32, device=CUDA)
+    scales = torch.rand(size // 16, groups, 8, bits + offset, 2, device=CUDA).half() * 0.02
+    return tiles, scales
+
+
+def microseconds(make: Callable[[int], Callable[[], Any]], count: int) -> float:
+    """Median time of one call over the rotation."""
+    return measure([make(i) for i in range(count)], CUDA).median * 1e6
+
+
+def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict[str, float]:
+    """Microseconds per layout and for the table kernel."""
+    weights_bytes = size * size * bits // 8
+    count = rotation_length(weights_bytes, CUDA)
+    weights = [random_tiles(bits, size, group_size, offset) for _ in range(count)]
+    x = torch.randn(rows, size, device=CUDA).half()
+    segment = binary_segment(group_size, size)
+    assert segment is not None
+    default = binary_tile(bits, segment, rows, compute_capability(CUDA))
+    torch.cuda.synchronize()
+    layouts = [default] + ([BinaryTile(*layout) for layout in LAYOUTS.get(bits, [])] if rows == 1 else [])
+    result: dict[str, float] = {}
+    total = weights_bytes + weights[0][1].numel() * 2
+    for tile in layouts:
+        name = f"{tile.warps}x{tile.steps}x{tile.depth}"
+        try:
+            result[name] = microseconds(
+                lambda i, tile=tile: (
+                    lambda: binary_gemv(x, *weights[i], None, size, group_size, tile=tile, settled=True)
+                ),
+                count,
+            )
+        except KernelError as error:
+            result[name] = float("nan")
+            print(name, error)
+    if rows == 1:
+        result["serial"] = microseconds(lambda i: lambda: binary_gemv(x, *weights[i], None, size, group_size), count)
+        result["lut"] = microseconds(lambda i: lambda: lut_gemv(x, *weights[i], None, size, group_size), count)
+    best = min(value for name, value in result.items() if value == value and name not in ("lut", "serial"))
+    fields = "  ".join(f"{name} {value:.2f}" for name, value in result.items())
+    print(
+        f"q={bits} m={size} g={group_size} off={offset:d} M={rows} {total / best / 4.65e6:.1%} of 4.65 TB/s | {fields}",
+        flush=True,
+    )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", default="4096,12288,16384")
+    parser.add_argument("--bits", default="1,2,4")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results: dict[str, dict[str, float]] = {}
+    for bits in map(int, options.bits.split(",")):
+        for size in map(int, options.sizes.split(",")):
+            for group_size, offset, rows in [(128, False, 1), (128, True, 1), (32, False, 1), (size, False, 1)] + [
+                (128, False, count) for count in (2, 4, 8)
+            ]:
+                results[f"q{bits}-{size}-g{group_size}-o{offset:d}-M{rows}"] = tune(
+                    bits, size, group_size, offset, rows
+                )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
