@@ -133,7 +133,7 @@ def _time_method(
     for tokens in bench.tokens:
         what = f"{name} at {shape.name}, {tokens} rows"
         x = torch.randn(tokens, shape.columns, device=bench.device, dtype=dtype)
-        error = _relative_error(modules[0], x[:_CHECKED_TOKENS], modules[0](x)[:_CHECKED_TOKENS])
+        error = relative_error(modules[0], x[:_CHECKED_TOKENS], modules[0](x)[:_CHECKED_TOKENS])
         check_result(what, error, TOLERANCE[dtype])
         calls = [_module_call(module, x) for module in modules]
         timing = measure(calls, bench.device)
@@ -164,7 +164,7 @@ def _time_method(
         )
 
 
-def _relative_error(module: QuantizedLinear, x: Tensor, y: Tensor) -> float:
+def relative_error(module: QuantizedLinear, x: Tensor, y: Tensor) -> float:
     """||y - x W^T|| / ||x W^T|| with W dequantized and the product in fp64; x's rows only."""
     if FORMATS[module.format_name].act_bits(module.spec) != _FLOAT_ACT_BITS:
         raise BenchError(f"format {module.format_name}: no reference for quantized activations in this benchmark")

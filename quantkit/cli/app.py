@@ -8,12 +8,15 @@ import typer
 from typer.core import TyperGroup
 
 import quantkit
+from quantkit.cli.bench import app as bench_app
 from quantkit.cli.calibrate import calibrate
 from quantkit.cli.common import fail
 from quantkit.cli.doctor import doctor
 from quantkit.cli.evaluate import app as evaluate_app
+from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
 from quantkit.cli.quantize import quantize
+from quantkit.cli.search import search
 from quantkit.errors import QuantkitError
 
 
@@ -51,6 +54,9 @@ def _options(
 
 app.command()(calibrate)
 app.command()(quantize)
+app.command()(search)
 app.add_typer(evaluate_app, name="eval")
+app.add_typer(bench_app, name="bench")
+app.command()(generate)
 app.command()(inspect)
 app.command()(doctor)

@@ -1,0 +1,241 @@
+"""``quantkit bench decode``: time per token of a whole model, real or only its shape, against fp16 in the same run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quantkit.bench.generation import captured_step, start, step
+from quantkit.bench.kernels import TOLERANCE, compute_dtype, random_linear, relative_error
+from quantkit.bench.methods import method_spec
+from quantkit.bench.shapes import MODELS, LinearShape, ModelShape, model_shape
+from quantkit.bench.timing import check_peak, check_result, peak_bandwidth
+from quantkit.errors import BenchError
+from quantkit.models.families import decoder_blocks
+from quantkit.nn.quantized_linear import QuantizedLinear
+
+_CHECKED_STEPS = 4
+_ROOM = 1.15  # a model needs its weights, the cache and some workspace
+_POSITIONS = 4096
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """One model's decoding. Times in milliseconds; bytes: weights read per token; *_percent: of the read bandwidth."""
+
+    model: str
+    method: str
+    prompt: int
+    new: int
+    first_token_ms: float
+    median_ms: float
+    p99_ms: float
+    tokens_per_second: float
+    peak_memory_bytes: int
+    weight_bytes: int
+    weight_gigabytes_per_second: float
+    peak_percent: float | None
+
+
+@dataclass(frozen=True)
+class DecodeBench:
+    """model: a shape's name or a folder. method: as in bench/methods.py, None for a folder as it is."""
+
+    model: str
+    method: str | None
+    prompt: int
+    new: int
+    device: torch.device
+
+
+def run_decode(bench: DecodeBench) -> Iterator[DecodeResult]:
+    """fp16 first where it fits (shapes only), then the method, or a folder as it is.
+
+    Raises BenchError for a method with a folder, a missing method with a shape, a wrong result, or too little memory.
+    """
+    if min(bench.prompt, bench.new) < 1:
+        raise BenchError("--prompt and --new must be at least 1")
+    if Path(bench.model).is_dir():
+        if bench.method is not None:
+            raise BenchError(f"--method goes with a shape's name; {bench.model} is a folder and is run as it is")
+        yield _run_folder(bench)
+        return
+    shape = model_shape(bench.model)
+    if bench.method is None:
+        raise BenchError(f"--method is needed with the shape {bench.model}; for example bcq-w4-g128")
+    spec = method_spec(bench.method)
+    if _fits(shape, bench.device):
+        model = shaped_model(shape, bench.device)
+        yield _time(bench, "float", model)
+        del model
+        _release(bench.device)
+    model = shaped_model(shape, bench.device, spec)
+    _check_linears(model, bench)
+    yield _time(bench, bench.method, model)
+
+
+def _run_folder(bench: DecodeBench) -> DecodeResult:
+    from quantkit.models.loading import load_model
+
+    model, _ = load_model(bench.model, dtype=compute_dtype(bench.device), device=bench.device)
+    return _time(bench, "as stored", model.eval())
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def parameter_count(shape: ModelShape) -> int:
+    """Weights of the decoder blocks, the embedding and the output layer."""
+    kv = shape.kv_heads * shape.head_dim
+    attention = 2 * shape.hidden * shape.hidden + 2 * shape.hidden * kv
+    ffn = (2 if shape.family == "opt" else 3) * shape.hidden * shape.ffn
+    return shape.layers * (attention + ffn) + shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
+
+
+def _fits(shape: ModelShape, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return parameter_count(shape) * compute_dtype(device).itemsize * _ROOM < free
+
+
+def _config(shape: ModelShape) -> Any:
+    from transformers import LlamaConfig, OPTConfig
+
+    common: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": _POSITIONS,
+        "tie_word_embeddings": shape.tied,
+    }
+    if shape.family == "opt":
+        return OPTConfig(ffn_dim=shape.ffn, word_embed_proj_dim=shape.hidden, **common)
+    return LlamaConfig(intermediate_size=shape.ffn, num_key_value_heads=shape.kv_heads, **common)
+
+
+def shaped_model(shape: ModelShape, device: torch.device, spec: Any = None) -> Any:
+    """A model of the shape with random weights; ``spec`` packs the Linears of its blocks.
+
+    One block is made and copied, so no more than one block is ever in floating point.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = _config(shape)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=compute_dtype(device)).eval()
+    ((_, block),) = decoder_blocks(model)
+    if spec is not None:
+        _pack_linears(block, spec, device)
+    blocks = next(parent for parent in model.modules() if isinstance(parent, nn.ModuleList) and block in list(parent))
+    for index in range(1, shape.layers):
+        twin = copy.deepcopy(block)
+        for module in twin.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = index  # type: ignore[assignment]
+        blocks.append(twin)
+    config.num_hidden_layers = model.config.num_hidden_layers = shape.layers
+    return model
+
+
+def _pack_linears(block: nn.Module, spec: Any, device: torch.device) -> None:
+    linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    for name, module in linears:
+        rows, columns = module.weight.shape
+        packed = random_linear(spec, LinearShape(name, rows, columns), device, module.weight.dtype)
+        packed.bias = module.bias
+        block.set_submodule(name, packed)
+
+
+def _check_linears(model: Any, bench: DecodeBench) -> None:
+    dtype = compute_dtype(bench.device)
+    _, block = decoder_blocks(model)[0]
+    for name, module in block.named_modules():
+        if isinstance(module, QuantizedLinear):
+            x = torch.randn(1, module.in_features, device=bench.device, dtype=dtype)
+            bias, y = module.bias, module(x)
+            error = relative_error(module, x, y if bias is None else y - bias)
+            check_result(f"{bench.method}, {name}", error, TOLERANCE[dtype])
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of parameters that one token reads: all but embeddings that are only looked up."""
+    output = model.get_output_embeddings()
+    tied = output.weight.data_ptr() if output is not None else None
+    lookups = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight.data_ptr() != tied
+    }
+    return sum(p.numel() * p.dtype.itemsize for p in model.parameters() if id(p) not in lookups)
+
+
+def _time(bench: DecodeBench, method: str, model: Any) -> DecodeResult:
+    device = bench.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    ids = torch.randint(10, model.config.vocab_size, (1, bench.prompt), device=device)
+    capacity = bench.prompt + bench.new + 1
+    start(model, ids, capacity)  # loads kernels and libraries
+    expected = _eager_tokens(model, ids, capacity, min(_CHECKED_STEPS, bench.new))
+    began = _now(device)
+    session = start(model, ids, capacity)
+    first = _now(device) - began
+    advance = captured_step(session)
+    spans = []
+    for _ in range(bench.new):
+        began = _now(device)
+        advance()
+        spans.append(_now(device) - began)
+    got = session.tokens[0, bench.prompt : bench.prompt + len(expected)]
+    if not torch.equal(got, expected):
+        raise BenchError(f"{method}: the captured graph's tokens {got.tolist()} differ from {expected.tolist()}")
+    moved, median = weight_bytes(model), float(np.median(spans))
+    peak = peak_bandwidth(device)
+    check_peak(f"{bench.model}, {method}", moved / median, peak)
+    return DecodeResult(
+        model=bench.model,
+        method=method,
+        prompt=bench.prompt,
+        new=bench.new,
+        first_token_ms=first * 1e3,
+        median_ms=median * 1e3,
+        p99_ms=float(np.percentile(spans, 99)) * 1e3,
+        tokens_per_second=1 / median,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        weight_bytes=moved,
+        weight_gigabytes_per_second=moved / median / 1e9,
+        peak_percent=None if peak is None else 100 * moved / median / peak,
+    )
+
+
+def _eager_tokens(model: Any, ids: Tensor, capacity: int, steps: int) -> Tensor:
+    session = start(model, ids, capacity)
+    for _ in range(steps):
+        step(session)
+    count = ids.shape[1]
+    return session.tokens[0, count : count + steps + 1].clone()
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def known_models() -> list[str]:
+    """Names that stand for a shape."""
+    return sorted(MODELS)

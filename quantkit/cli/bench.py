@@ -1,0 +1,127 @@
+"""``quantkit bench``: how fast, never without a check of the result."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli.common import JsonOption, check_json_path, print_facts, print_table, write_json
+from quantkit.errors import BenchError
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.bench.decode import DecodeResult
+    from quantkit.bench.kernels import LinearResult
+
+app = typer.Typer(help="Measure speed: one Linear, or a whole model's decoding.", no_args_is_help=True)
+
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw the results.")]
+
+
+def _device(name: str | None) -> torch.device:
+    """The device to run on. Raises BenchError for one that torch does not know or cannot reach."""
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise BenchError(f"--device {name}: not a device; use cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BenchError("--device cuda: torch finds no NVIDIA GPU here; use --device cpu")
+    return device
+
+
+def _integers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise BenchError(f"{option} {text}: expected whole numbers separated by commas") from error
+
+
+@app.command()
+def linear(
+    shapes: Annotated[str, typer.Option(help="NxK or a name (opt-30b, nuqmm-table2, ...), separated by commas.")],
+    method: Annotated[str, typer.Option(help="bcq-w4-g128, nuqmm-q2-grow, ...; separated by commas.")],
+    rows: Annotated[str, typer.Option(help="Rows of activations (tokens), separated by commas.")] = "1,8,512",
+    device: DeviceOption = None,
+    energy: Annotated[bool, typer.Option("--energy", help="Also read the GPU's energy counter.")] = False,
+    json_path: JsonOption = None,
+    plot: PlotOption = None,
+) -> None:
+    """One Linear in a packed format against the same Linear in floating point, timed in the same run."""
+    check_json_path(json_path)
+    from quantkit.bench.kernels import LinearBench, run_linear
+    from quantkit.bench.report import check_plot_path, environment, plot_linear, to_json
+    from quantkit.bench.shapes import parse_shapes
+    from quantkit.bench.timing import peak_bandwidth
+
+    check_plot_path(plot)
+    where = _device(device)
+    bench = LinearBench(parse_shapes(shapes), method.split(","), _integers("--rows", rows), where, energy)
+    facts = environment(where)
+    print_facts(facts)
+    results = list(run_linear(bench))
+    _print_linear(results)
+    if where.type == "cpu":
+        typer.echo("On the CPU this times the reference implementation, which is not made to be fast.")
+    write_json(json_path, to_json(facts, results=[asdict(result) for result in results]))
+    if plot is not None:
+        plot_linear(plot, results, facts["device"], peak_bandwidth(where))
+
+
+def _print_linear(results: list[LinearResult]) -> None:
+    energy = any(result.energy for result in results)
+    columns = ("shape", "method", "rows", "ran", "us", "p10", "p90", "x float", "MB", "GB/s", "% peak", "error")
+    rows = []
+    for r in results:
+        peak = "-" if r.peak_percent is None else f"{r.peak_percent:.0f}"
+        row = [r.shape, r.method, str(r.tokens), r.implementation]
+        row += [f"{value:.2f}" for value in (r.median_us, r.p10_us, r.p90_us, r.speed_up, r.bytes / 1e6)]
+        row += [f"{r.gigabytes_per_second:.0f}", peak, f"{r.error:.1e}"]
+        if r.energy and r.baseline_energy:
+            row += [f"{r.energy.millijoules:.2f}", f"{r.baseline_energy.millijoules:.2f}", f"{r.energy.watts:.0f}"]
+        rows.append(row)
+    extra = ("mJ", "mJ float", "W") if energy else ()
+    print_table(f"median of {min(r.repeats for r in results)} or more repeats", columns + extra, rows)
+
+
+@app.command()
+def decode(
+    model: Annotated[str, typer.Argument(help="A shape's name (opt-30b, llama-2-7b, ...) or a folder.")],
+    method: Annotated[str | None, typer.Option(help="With a shape: bcq-w4-g128, nuqmm-q2-g128, ...")] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
+    new: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
+    device: DeviceOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Time per generated token with a static KV cache; on a GPU each token is one CUDA graph."""
+    check_json_path(json_path)
+    from quantkit.bench.decode import DecodeBench, run_decode
+    from quantkit.bench.report import environment, to_json
+
+    where = _device(device)
+    facts = environment(where)
+    print_facts(facts)
+    results = list(run_decode(DecodeBench(model, method, prompt, new, where)))
+    _print_decode(results)
+    write_json(json_path, to_json(facts, results=[asdict(result) for result in results]))
+
+
+def _print_decode(results: list[DecodeResult]) -> None:
+    columns = ("model", "first ms", "ms/token", "p99", "tokens/s", "peak GB", "weights GB", "GB/s", "% peak", "x float")
+    base = next((r.median_ms for r in results if r.method == "float"), None)
+    rows = []
+    for r in results:
+        peak = "-" if r.peak_percent is None else f"{r.peak_percent:.0f}"
+        values = (r.first_token_ms, r.median_ms, r.p99_ms, r.tokens_per_second)
+        sizes = (r.peak_memory_bytes / 1e9, r.weight_bytes / 1e9, r.weight_gigabytes_per_second)
+        faster = "-" if base is None else f"{base / r.median_ms:.2f}"
+        numbers = [f"{value:.2f}" for value in (*values, *sizes)]
+        rows.append([f"{r.model} {r.method}", *numbers, peak, faster])
+    first = results[0]
+    print_table(f"{first.prompt} tokens of prompt, {first.new} generated", columns, rows)
