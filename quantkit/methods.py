@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight
-from quantkit.quantizers import bcq, bipolar, flatten, rounding, smoothing
+from quantkit.quantizers import bcq, bipolar, flatten, rotation, rounding, smoothing
 from quantkit.quantizers.base import LayerInput, Transformed
 from quantkit.recipe import Recipe, nearest
 
@@ -55,8 +55,14 @@ def _always(settings: Any) -> bool:
 
 
 METHODS: dict[str, Method] = {
-    "bcq": Method(bcq.BcqSettings, bcq.quantize),
-    "bipolar": Method(bipolar.BipolarSettings, bipolar.quantize, needs_stats=bipolar.needs_stats),
+    "bcq": Method(bcq.BcqSettings, bcq.quantize, needs_hessian=bcq.needs_hessian),
+    "bipolar": Method(
+        bipolar.BipolarSettings,
+        bipolar.quantize,
+        needs_stats=bipolar.needs_stats,
+        needs_hessian=bipolar.needs_hessian,
+        transform=rotation.fold_rotation,
+    ),
     "flatten": Method(
         flatten.FlattenSettings,
         flatten.quantize,
@@ -65,7 +71,7 @@ METHODS: dict[str, Method] = {
         transform=smoothing.fold_smoothing,
         hessian_features=flatten.flattened_activations,
     ),
-    "rtn": Method(rounding.RtnSettings, rounding.quantize),
+    "rtn": Method(rounding.RtnSettings, rounding.quantize, needs_hessian=rounding.needs_hessian),
 }
 
 

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight
-from quantkit.formats.bcq import FORMAT, BcqSpec, check_group_size, check_weight_bits, group_count
-from quantkit.formats.planes import pack_codes
-from quantkit.quantizers.base import LayerInput, error_report
-from quantkit.quantizers.groups import empty_coding, group_batches, weighted_error
+from quantkit.formats.bcq import check_group_size, check_weight_bits
+from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.coding import code_groups
+from quantkit.quantizers.compensation import compensate, refine
+from quantkit.quantizers.gptq import GptqOptions
+from quantkit.quantizers.groups import weighted_error
 from quantkit.quantizers.rounding import fit_uniform
 
 # Pull towards the last round's scales, as a share of the mean diagonal: it makes the normal equations of two equal
@@ -25,18 +27,31 @@ _STOP_GAIN = 1e-3
 @dataclass(frozen=True)
 class BcqSettings:
     """weight_bits: q, planes, 1-8. group_size: g, columns per scale, -1 for the row. offset: store a constant per
-    group. rounds: upper limit of alternations between scales and signs."""
+    group. rounds: upper limit of alternations between scales and signs. compensate: choose signs and scales against
+    E[x x^T] of the calibration text instead of its diagonal, GPTQ first, then ``sweeps`` rounds of descent; damping as
+    in GPTQ."""
 
     weight_bits: int = 4
     group_size: int = 128
     offset: bool = True
     rounds: int = 15
+    compensate: bool = False
+    sweeps: int = 3
+    damping: float = 0.01
 
     def __post_init__(self) -> None:
         check_weight_bits(self.weight_bits)
         check_group_size(self.group_size)
         if self.rounds < 0:
             raise RecipeError(f"rounds is {self.rounds}; choose 0 or more")
+        if self.sweeps < 0:
+            raise RecipeError(f"sweeps is {self.sweeps}; choose 0 or more")
+        GptqOptions(damping=self.damping)
+
+
+def needs_hessian(settings: BcqSettings) -> bool:
+    """Whether quantize wants LayerInput.hessian."""
+    return settings.compensate
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,11 @@ class Coding:
         for bit in reversed(range(self.scales.shape[0])):
             rank += (values > middles.gather(-1, rank + (2**bit - 1))).to(torch.int64) << bit
         return Nearest(rank, order, levels)
+
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and levels, [G, g] each, nearest to values [G, g]."""
+        nearest = self.nearest(values)
+        return nearest.codes(), nearest.levels()
 
     def stored(self) -> Coding:
         """The coding after its trip through fp16, scales positive and descending (nuQmm: alpha in R+)."""
@@ -191,7 +211,7 @@ def solve_groups(values: Tensor, importance: Tensor, settings: BcqSettings) -> C
     """
     bits, offset = settings.weight_bits, settings.offset
     grid = fit_uniform(values, importance, bits, symmetric=not offset, clip=True)
-    starts = [Coding(grid.scales(), grid.offset), greedy(values, importance, bits, offset=offset)]
+    starts = [Coding(grid.scales, grid.offset), greedy(values, importance, bits, offset=offset)]
     (best, least), (other, error) = (alternate(values, importance, s, settings.rounds, offset=offset) for s in starts)
     better = error < least
     return Coding(
@@ -201,18 +221,18 @@ def solve_groups(values: Tensor, importance: Tensor, settings: BcqSettings) -> C
 
 
 def quantize(layer: LayerInput, settings: BcqSettings) -> PackedWeight:
-    """Binary-coding of every group of a weight, its squared error weighted by E[x^2] where statistics are given."""
-    rows, columns = layer.weight.shape
-    bits, groups = settings.weight_bits, group_count(settings.group_size, columns)
-    codes, scales, offset = empty_coding(layer.weight, bits, groups)
-    for span, values, importance in group_batches(layer.weight, layer.importance(), settings.group_size):
-        coding = solve_groups(values, importance, settings)
-        span.put(codes, coding.nearest(values).codes())
-        span.put_groups(scales, coding.scales)
-        span.put_groups(offset, coding.offset)
-    spec = BcqSpec(weight_bits=bits, group_size=settings.group_size, offset=settings.offset)
-    tensors = {"signs": pack_codes(codes, bits), "scales": scales}
-    if settings.offset:
-        tensors["offset"] = offset
-    report = error_report(layer, FORMAT.dequantize(spec, tensors, (rows, columns)))
-    return PackedWeight(spec, (rows, columns), tensors, report)
+    """Binary-coding of every group of a weight, its squared error weighted by E[x^2] where statistics are given.
+
+    Raises StatsError naming the layer where compensation meets a Hessian that cannot be inverted.
+    """
+
+    def fit(values: Tensor, importance: Tensor) -> Coding:
+        return solve_groups(values, importance, settings)
+
+    bits, group_size, offset = settings.weight_bits, settings.group_size, settings.offset
+    if settings.compensate:
+        start, hessian = compensate(layer, group_size, bits, fit, damping=settings.damping)
+        coding = refine(layer.weight, hessian, start, Coding, sweeps=settings.sweeps, offset=offset)
+    else:
+        coding = code_groups(layer.weight, layer.importance(), group_size, bits, fit)
+    return coding.pack(layer, group_size, offset=offset)

@@ -43,16 +43,6 @@ def weighted_error(levels: Tensor, values: Tensor, importance: Tensor) -> Tensor
     return (levels - values).square_().mul_(importance).sum(dim=-1)
 
 
-def empty_coding(weight: Tensor, bits: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room on the weight's device for codes [N, K] uint8, scales [bits, N, groups] and offset [N, groups] in fp16."""
-    rows, device = weight.shape[0], weight.device
-    return (
-        torch.empty(weight.shape, dtype=torch.uint8, device=device),
-        torch.empty(bits, rows, groups, dtype=torch.float16, device=device),
-        torch.empty(rows, groups, dtype=torch.float16, device=device),
-    )
-
-
 def group_batches(weight: Tensor, importance: Tensor, group_size: int) -> Iterator[tuple[Span, Tensor, Tensor]]:
     """Cut [N, K] into batches of equally wide groups.
 

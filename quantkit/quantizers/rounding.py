@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from quantkit.formats.base import PackedWeight
-from quantkit.formats.bcq import FORMAT, BcqSpec, check_group_size, check_weight_bits, group_count
-from quantkit.formats.planes import pack_codes
-from quantkit.quantizers.base import LayerInput, error_report
-from quantkit.quantizers.groups import SMALLEST_SCALE, empty_coding, group_batches, weighted_error
+from quantkit.formats.bcq import check_group_size, check_weight_bits
+from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.coding import code_groups
+from quantkit.quantizers.compensation import compensate
+from quantkit.quantizers.gptq import GptqOptions
+from quantkit.quantizers.groups import SMALLEST_SCALE, weighted_error
 
 # Shrink factors of a group's range that the clip search tries. 1 bit wants about 0.3 of a Gaussian's range.
 _CLIP_RATIOS = tuple(1.0 - 0.025 * i for i in range(31))
@@ -20,15 +22,24 @@ _CLIP_RATIOS = tuple(1.0 - 0.025 * i for i in range(31))
 @dataclass(frozen=True)
 class RtnSettings:
     """weight_bits: 1-8. group_size: columns per grid, -1 for the row. clip: search the range of least squared error
-    (weighted by E[x^2] with a calibration artifact) instead of taking minimum and maximum."""
+    (weighted by E[x^2] with a calibration artifact) instead of taking minimum and maximum. compensate: GPTQ, each
+    column's error moved to the columns behind it, grids fitted per group on the way; damping as there."""
 
     weight_bits: int = 4
     group_size: int = 128
     clip: bool = True
+    compensate: bool = False
+    damping: float = 0.01
 
     def __post_init__(self) -> None:
         check_weight_bits(self.weight_bits)
         check_group_size(self.group_size)
+        GptqOptions(damping=self.damping)
+
+
+def needs_hessian(settings: RtnSettings) -> bool:
+    """Whether quantize wants LayerInput.hessian."""
+    return settings.compensate
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,12 @@ class UniformGrid:
         top = 2**self.bits - 1
         return (codes.float() * 2 - top).mul_(self.half_step[:, None]).add_(self.offset[:, None])
 
+    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and levels, [G, g] each, nearest to values [G, g]."""
+        codes = self.round(values)
+        return codes, self.levels(codes)
+
+    @property
     def scales(self) -> Tensor:
         """The grid as binary-coding scales [bits, G] fp32."""
         return torch.stack([self.half_step * 2.0**i for i in range(self.bits)])
@@ -88,16 +105,17 @@ def _half_step(width: Tensor, bits: int) -> Tensor:
 
 
 def quantize(layer: LayerInput, settings: RtnSettings) -> PackedWeight:
-    """Round each group to the nearest levels of its own uniform grid; the offset is stored per group."""
-    rows, columns = layer.weight.shape
-    bits, groups = settings.weight_bits, group_count(settings.group_size, columns)
-    codes, scales, offset = empty_coding(layer.weight, bits, groups)
-    for span, values, importance in group_batches(layer.weight, layer.importance(), settings.group_size):
-        grid = fit_uniform(values, importance, bits, symmetric=False, clip=settings.clip)
-        span.put(codes, grid.round(values))
-        span.put_groups(scales, grid.scales())
-        span.put_groups(offset, grid.offset)
-    spec = BcqSpec(weight_bits=bits, group_size=settings.group_size, offset=True)
-    tensors = {"signs": pack_codes(codes, bits), "scales": scales, "offset": offset}
-    report = error_report(layer, FORMAT.dequantize(spec, tensors, (rows, columns)))
-    return PackedWeight(spec, (rows, columns), tensors, report)
+    """Round each group to the nearest levels of its own uniform grid; the offset is stored per group.
+
+    Raises StatsError naming the layer where compensation meets a Hessian that cannot be inverted.
+    """
+
+    def fit(values: Tensor, importance: Tensor) -> UniformGrid:
+        return fit_uniform(values, importance, settings.weight_bits, symmetric=False, clip=settings.clip)
+
+    bits, group_size = settings.weight_bits, settings.group_size
+    if settings.compensate:
+        coding, _ = compensate(layer, group_size, bits, fit, damping=settings.damping)
+    else:
+        coding = code_groups(layer.weight, layer.importance(), group_size, bits, fit)
+    return coding.pack(layer, group_size, offset=True)

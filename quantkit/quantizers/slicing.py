@@ -129,9 +129,8 @@ def relative_error(exact: Tensor, approximate: Tensor) -> float:
     return (error[norm > 0] / norm[norm > 0]).mean().item() if (norm > 0).any() else 0.0
 
 
-# Thresholds that the limited search tries, as multiples of the recipe's, for activations and for weights.
-_ACT_STEPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
-_WEIGHT_STEPS = (1.0, 1.5, 2.0, 3.0, 4.0, 8.0)
+# Thresholds that the limited search tries, as multiples of the recipe's.
+_STEPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 
 
 def clamp_error(operands: Operands, acts: Split) -> float:
@@ -178,13 +177,14 @@ class Limited:
 def limit_columns(operands: Operands, acts: Split, weights: Split, max_extended: int) -> Limited:
     """The splits within ``max_extended`` extra columns that cost the least output error on the calibration sample.
 
-    Tried: raised thresholds on either side and, for each, clamping the channels that need the most slices.
+    Tried: raised input thresholds and, for each, clamping the channels that need the most slices. The weight's
+    threshold is raised only where no input fits otherwise: its rounding noise is multiplied by the very outliers.
     """
-    best, least = None, float("inf")
     weight_absmax = operands.weight.abs().amax(dim=0)
-    for weight_step in _WEIGHT_STEPS:
+    for weight_step in _STEPS:
         w = split_channels(weight_absmax, weights.threshold * weight_step, weights.bits)
-        for act_step in _ACT_STEPS:
+        best, least = None, float("inf")
+        for act_step in _STEPS:
             whole = split_channels(operands.act_absmax, acts.threshold * act_step, acts.bits)
             a = most_slices(whole, w, max_extended)
             if a is None:
@@ -192,10 +192,8 @@ def limit_columns(operands: Operands, acts: Split, weights: Split, max_extended:
             error = output_error(operands, a, w) + clamp_error(operands, a)
             if error < least:
                 best, least = Limited(a, w, act_step, weight_step), error
-            if bool((whole.slices == 1).all()):
-                break
-    if best is None:  # no column to spare: one slice per channel on both sides
-        a = split_channels(operands.act_absmax, float("inf"), acts.bits)
-        w = split_channels(weight_absmax, float("inf"), weights.bits)
-        best = Limited(a, w, a.threshold / acts.threshold, w.threshold / weights.threshold)
-    return best
+        if best is not None:
+            return best
+    whole = split_channels(operands.act_absmax, float("inf"), acts.bits)
+    w = split_channels(weight_absmax, float("inf"), weights.bits)
+    return Limited(whole, w, whole.threshold / acts.threshold, w.threshold / weights.threshold)

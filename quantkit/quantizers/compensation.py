@@ -1,0 +1,154 @@
+"""Codes chosen against the Hessian E[x x^T]: GPTQ's order first, then descent on codes and scales in turn.
+
+Sources: Frantar et al. 2022 (GPTQ: each column's error is moved to the columns behind it); Behdin et al. 2023
+(QuantEase: cyclic coordinate descent on the same loss). The group-wise refit of binary-coding scales against the
+Hessian is our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import StatsError
+from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.coding import Coder, FitGroup, GroupCodes
+from quantkit.quantizers.gptq import GptqOptions, gptq, inverse_factor
+
+# Pull of a scale refit towards the scales it starts from, as a share of the mean diagonal of its normal equations.
+_PROXIMAL = 1e-4
+_BLOCK_COLUMNS = 64
+
+
+def compensate(
+    layer: LayerInput, group_size: int, bits: int, fit: FitGroup, *, damping: float
+) -> tuple[GroupCodes, Tensor]:
+    """Code a weight [N, K] column by column, the levels of each group fitted to what compensation has made of it.
+
+    The importance of column k in a fit is 1 / U[k, k]^2, U^T U = H^-1: what an error there still costs after the
+    columns behind it have made up for it, which is the loss that this order minimizes.
+    Returns the codes and the Hessian with the damping that was needed.
+    Raises StatsError naming the layer where its Hessian is not finite or not positive definite at any damping.
+    """
+    weight, hessian = layer.weight, layer.hessian
+    if hessian is None:
+        raise StatsError(f"{layer.name}: compensation needs a Hessian; pass a calibration artifact")
+    coding = GroupCodes.empty(weight, group_size, bits)
+    try:
+        factor, needed = inverse_factor(hessian, damping)
+    except StatsError as error:
+        raise StatsError(f"{layer.name}: {error}") from error
+    importance = factor.diagonal().square().reciprocal()
+    coder: list[Coder] = []
+
+    def begin(first: int, values: Tensor) -> None:
+        weights = importance[first : first + values.shape[1]]
+        coder[:] = [fit(values.contiguous(), (weights / weights.max()).expand(values.shape).contiguous())]
+        coding.scales[:, :, first // coding.width] = coder[0].scales
+        coding.offset[:, first // coding.width] = coder[0].offset
+
+    def round_column(column: int, values: Tensor) -> Tensor:
+        found, levels = coder[0].encode(values[:, None])
+        coding.codes[:, column] = found[:, 0]
+        return levels[:, 0]
+
+    gptq(weight, hessian, round_column, options=GptqOptions(needed), group_size=coding.width, begin_group=begin)
+    return coding, _damped(hessian, needed)
+
+
+def _damped(hessian: Tensor, damping: float) -> Tensor:
+    """H + damping * mean(diag H) * I: keeps descent from following the noise of a short calibration text."""
+    damped = hessian.clone()
+    damped.diagonal().add_(damping * (hessian.diagonal().mean().item() or 1.0))
+    return damped
+
+
+def refine(
+    weight: Tensor,
+    hessian: Tensor,
+    start: GroupCodes,
+    coder: Callable[[Tensor, Tensor], Coder],
+    *,
+    sweeps: int,
+    offset: bool,
+) -> GroupCodes:
+    """Lower tr((W - W') H (W - W')^T) further: scales for fixed codes, then codes for fixed scales, ``sweeps`` times.
+
+    hessian: [K, K], damped. coder: (scales [bits, N], offset [N]) of a group -> its Coder. offset: whether the format
+    stores one. Every step is the exact minimum over what it changes, up to the rounding of scales to fp16; a result
+    of higher loss than the start is discarded row by row.
+    """
+    current, best = start, start
+    least = _row_loss(weight, hessian, start)
+    for _ in range(sweeps):
+        current = _refit_scales(weight, hessian, current, offset=offset)
+        current = _descend_codes(weight, hessian, current, coder)
+        loss = _row_loss(weight, hessian, current)
+        best, least = _better_rows(best, least, current, loss)
+    last = _refit_scales(weight, hessian, current, offset=offset)
+    return _better_rows(best, least, last, _row_loss(weight, hessian, last))[0]
+
+
+def _row_loss(weight: Tensor, hessian: Tensor, coding: GroupCodes) -> Tensor:
+    residual = weight - coding.dequantize()
+    return ((residual @ hessian) * residual).sum(dim=1)
+
+
+def _better_rows(a: GroupCodes, loss_a: Tensor, b: GroupCodes, loss_b: Tensor) -> tuple[GroupCodes, Tensor]:
+    better = loss_b < loss_a
+    rows = better[:, None]
+    merged = GroupCodes(
+        torch.where(rows, b.codes, a.codes),
+        torch.where(rows[None], b.scales, a.scales),
+        torch.where(rows, b.offset, a.offset),
+        a.width,
+    )
+    return merged, torch.where(better, loss_b, loss_a)
+
+
+def _refit_scales(weight: Tensor, hessian: Tensor, start: GroupCodes, *, offset: bool) -> GroupCodes:
+    """Group after group, the scales (and offset) of least loss for the codes at hand and the other groups' values.
+
+    With B [N, U, g] the planes (and ones) of a group, the step solves (B H_gg B^T) d = B (R H)_g per row, R the
+    residual of the whole row.
+    """
+    scales, shift = start.scales.clone(), start.offset.clone()
+    pressure = (weight - start.dequantize()) @ hessian  # [N, K]
+    for group, first in enumerate(range(0, weight.shape[1], start.width)):
+        span = slice(first, min(first + start.width, weight.shape[1]))
+        planes = [((start.codes[:, span] >> i) & 1).float() * 2 - 1 for i in range(start.bits)]
+        basis = torch.stack([*planes, torch.ones_like(planes[0])] if offset else planes, dim=1)  # [N, U, g]
+        normal = ((basis @ hessian[span, span]) @ basis.transpose(1, 2)).double()
+        diagonal = normal.diagonal(dim1=1, dim2=2)
+        diagonal += _PROXIMAL * diagonal.mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).tiny
+        step = torch.linalg.solve(normal, (basis @ pressure[:, span, None]).double()).squeeze(-1).float()  # [N, U]
+        before = scales[:, :, group].float(), shift[:, group].float()
+        scales[:, :, group] = before[0] + step[:, : start.bits].t()
+        change = torch.einsum("bn,nbg->ng", scales[:, :, group].float() - before[0], basis[:, : start.bits])
+        if offset:
+            shift[:, group] = before[1] + step[:, start.bits]
+            change += (shift[:, group].float() - before[1])[:, None]
+        pressure -= change @ hessian[span, :]
+    return GroupCodes(start.codes, scales, shift, start.width)
+
+
+def _descend_codes(
+    weight: Tensor, hessian: Tensor, start: GroupCodes, coder: Callable[[Tensor, Tensor], Coder]
+) -> GroupCodes:
+    """One sweep over the columns: each takes the level nearest to its optimum given all others (QuantEase, Eq 11)."""
+    columns, values, codes = weight.shape[1], start.dequantize(), start.codes.clone()
+    pressure = (weight - values) @ hessian
+    diagonal = hessian.diagonal()
+    for first in range(0, columns, _BLOCK_COLUMNS):
+        stop = min(first + _BLOCK_COLUMNS, columns)
+        moved = torch.zeros(stop - first, weight.shape[0], device=weight.device)
+        for k in range(first, stop):
+            levels = coder(start.scales[:, :, k // start.width].float(), start.offset[:, k // start.width].float())
+            residual = pressure[:, k] - hessian[first:k, k] @ moved[: k - first]
+            found, nearest = levels.encode((values[:, k] + residual / diagonal[k])[:, None])
+            moved[k - first] = nearest[:, 0] - values[:, k]
+            values[:, k], codes[:, k] = nearest[:, 0], found[:, 0]
+        pressure -= moved.t() @ hessian[first:stop]
+    return GroupCodes(codes, start.scales, start.offset, start.width)
