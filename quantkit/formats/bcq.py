@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.errors import RecipeError
 from quantkit.formats.base import Format, Shape, Tensors, TensorSpec
-from quantkit.formats.planes import BITS_PER_BYTE, MAX_BITS, packed_width, unpack_bits
+from quantkit.formats.planes import BITS_PER_BYTE, MAX_BITS, packed_width, unpack_signs
 
 ROW_WISE = -1
 
@@ -76,12 +76,20 @@ def dequantize_planes(signs: Tensor, scales: Tensor, offset: Tensor | None, colu
     signs: [bits, N, ceil(columns/8)] uint8. scales: [bits, N, G]. offset: [N, G] or None.
     """
     width = group_width(group_size, columns)
+    whole = columns // width
     weight = torch.zeros(signs.shape[1], columns, dtype=torch.float32, device=signs.device)
+    # [N, groups, g] views: the groups of full width, then the shorter last one where there is one
+    spans = [(slice(0, whole), slice(0, whole * width), width)]
+    if columns % width:
+        spans.append((slice(whole, None), slice(whole * width, None), columns % width))
     for plane, scale in zip(signs, scales.float(), strict=True):
-        spread = scale.repeat_interleave(width, dim=-1)[:, :columns]
-        weight += torch.where(unpack_bits(plane, columns).bool(), spread, -spread)
+        values = unpack_signs(plane, columns)
+        for groups, span, wide in spans:
+            part = weight[:, span].unflatten(1, (-1, wide))
+            part.addcmul_(values[:, span].unflatten(1, (-1, wide)), scale[:, groups, None])
     if offset is not None:
-        weight += offset.float().repeat_interleave(width, dim=-1)[:, :columns]
+        for groups, span, wide in spans:
+            weight[:, span].unflatten(1, (-1, wide)).add_(offset[:, groups, None].float())
     return weight
 
 
