@@ -91,10 +91,10 @@ def load_recipe(name_or_file: str, overrides: Iterable[str] = ()) -> Recipe:
         raise RecipeError(f"recipe {path}: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise RecipeError(f"recipe {path}: expected a mapping with the keys {', '.join(_KEYS)}")
-    return parse_recipe(_with_overrides(document, overrides), name=path.stem, where=str(path))
+    return parse_recipe(with_overrides(document, overrides), name=path.stem, where=str(path))
 
 
-def _with_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+def with_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Apply --set: ``method`` and ``keep`` are the recipe's own keys, every other key is a setting."""
     merged = {**document, "settings": dict(document.get("settings") or {})}
     for override in overrides:

@@ -12,7 +12,7 @@ from typing import Any
 from quantkit.errors import CheckpointError
 
 REPORT_FILE = "quantkit.json"
-_MAX_SHARD = "4GB"
+MAX_SHARD_BYTES = 4 * 10**9
 
 
 def check_output(out: Path, *, overwrite: bool, source: str) -> None:
@@ -44,7 +44,7 @@ def save_checkpoint(model: Any, tokenizer: Any, report: Mapping[str, Any], out: 
     partial = out.absolute().parent / f".{out.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        model.save_pretrained(partial, max_shard_size=_MAX_SHARD)
+        model.save_pretrained(partial, max_shard_size=MAX_SHARD_BYTES)
         tokenizer.save_pretrained(partial)
         (partial / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         if out.exists():

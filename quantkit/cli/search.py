@@ -1,0 +1,79 @@
+"""``quantkit search``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantkit.cli.common import print_facts
+from quantkit.errors import RecipeError
+
+
+def search(
+    model: Annotated[str, typer.Argument(help="Hub id, folder, or smollm2-135m (the demo model).")],
+    calibration: Annotated[Path, typer.Option(help="Artifact of 'quantkit calibrate'.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Plan to write, a recipe (.yaml); must not exist.")],
+    max_bpw: Annotated[float | None, typer.Option(help="Budget: bits per weight of the quantized layers.")] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Budget: size of all weight files, such as 90MB.")] = None,
+    max_kl: Annotated[float | None, typer.Option(help="Budget: measured KL in nats per token; smallest size.")] = None,
+    bits: Annotated[str, typer.Option(help="Bit widths to choose from, comma-separated.")] = "2,3,4,5",
+    groups: Annotated[str, typer.Option(help="Group sizes to choose from; -1 is the row.")] = "32,64,128,256,-1",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="per=layer|type, measure=LAYERS whose KL is measured (-1: all), device=cuda, method, keep, or a "
+            "setting of the method; repeatable.",
+        ),
+    ] = None,
+) -> None:
+    """Choose bits and group size of every layer for the best model within a budget."""
+    budgets = {"bpw": max_bpw, "bytes": max_bytes, "kl": max_kl}
+    given = {kind: value for kind, value in budgets.items() if value is not None}
+    if len(given) != 1:
+        raise RecipeError("give one budget: --max-bpw, --max-bytes or --max-kl")
+    widths, sizes = _integers("--bits", bits), _integers("--groups", groups)
+    from quantkit.search.job import Budget, search_settings
+    from quantkit.search.job import search as find
+    from quantkit.search.plan import option_label
+    from quantkit.search.sizes import parse_bytes
+    from quantkit.search.table import Option
+
+    limit = parse_bytes(max_bytes) if max_bytes is not None else max_bpw if max_bpw is not None else max_kl
+    assert limit is not None
+    if limit <= 0:
+        raise RecipeError(f"a budget of {limit} leaves nothing; give a positive one")
+    result = find(
+        model,
+        calibration,
+        out,
+        budget=Budget("bpw" if max_bpw is not None else "bytes" if max_bytes is not None else "kl", limit),
+        options=[Option(width, size) for width in widths for size in sizes],
+        settings=search_settings(settings or ()),
+    )
+    used: dict[str, int] = {}
+    for option in result.plan.options.values():
+        used[option_label(option)] = used.get(option_label(option), 0) + 1
+    facts = {
+        "plan": f"{out} (apply it with quantkit quantize --recipe {out})",
+        "layers": ", ".join(f"{count} x {label}" for label, count in sorted(used.items())),
+        "bits per weight": f"{result.bits_per_weight:.4f} (codes, scales and offsets of the quantized layers)",
+        "size": f"at most {result.bytes} bytes (all weight files)",
+        "predicted KL": f"{result.plan.predicted_kl:.5f} nats per token",
+        "optimality": "proven best for the table" if not result.plan.gap else f"within {result.plan.gap:.3g} of best",
+        "error table": str(result.table_file),
+    }
+    if result.measured_kl is not None:
+        facts["measured KL"] = f"{result.measured_kl:.5f} nats per token, quantized model on calibration text"
+    print_facts(facts)
+
+
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError as error:
+        raise RecipeError(f"{name} {text}: expected integers separated by commas") from error
+    return numbers

@@ -1,0 +1,204 @@
+"""The error table: what every (q, g) costs every layer in size and in predictions, cached as it grows.
+
+An entry is made by the method's own quantizer on the real weight. Entries are appended to a JSON-lines file in the
+user's cache, so an interrupted search goes on where it stopped and another budget takes seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import quantkit
+from quantkit.assets import cache_folder
+from quantkit.calibration.artifact import Calibration
+from quantkit.errors import RecipeError
+from quantkit.formats.base import PackedWeight, Shape
+from quantkit.formats.table import dequantize, spec_from_json, spec_to_json, stored_bytes
+from quantkit.methods import METHODS
+from quantkit.models.families import block_linears, decoder_blocks, linear_shape, linear_weight
+from quantkit.models.streaming import advance, block_hessians, capture_inputs
+from quantkit.progress import track
+from quantkit.quantizers.base import LayerInput
+from quantkit.search.sensitivity import output_sensitivity, quadratic_error
+
+SCHEMA = 1
+ROW_WISE = -1
+
+
+@dataclass(frozen=True, order=True)
+class Option:
+    """weight_bits: q. group_size: g; -1 is one group per row."""
+
+    weight_bits: int
+    group_size: int
+
+    def fitted(self, shape: Shape) -> Option:
+        """The same choice for an [N, K] weight: groups as wide as the row, or wider, are the row."""
+        return replace(self, group_size=ROW_WISE) if self.group_size >= shape[1] else self
+
+
+@dataclass(frozen=True)
+class LayerMethod:
+    """A row of METHODS and its settings, weight_bits and group_size left open."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+    def quantize(self, layer: LayerInput, option: Option) -> PackedWeight:
+        """The layer under an option, by the method's own quantizer."""
+        row = METHODS[self.name]
+        return row.quantize(layer, row.settings(**{**self.settings, **asdict(option)}))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One layer under one option.
+
+    spec: how it is stored. stored: bytes of its tensors. estimate: KL it causes, nats per token, by sensitivity.
+    output_error: E||dy||^2 / E||y||^2 on the calibration text.
+    measured: KL of the whole model with only this layer quantized, where it was measured.
+    """
+
+    spec: Any
+    stored: int
+    estimate: float
+    output_error: float
+    measured: float | None = None
+
+
+@dataclass(frozen=True)
+class ErrorTable:
+    """shapes: (N, K) by layer, in the model's order. entries: by layer and fitted option."""
+
+    shapes: Mapping[str, Shape]
+    entries: Mapping[tuple[str, Option], Entry]
+
+    def get(self, layer: str, option: Option) -> Entry:
+        """The entry of a layer under an option, which need not be fitted to its width."""
+        return self.entries[layer, option.fitted(self.shapes[layer])]
+
+
+class TableFile:
+    """The cache of one table: JSON lines, one per quantized (layer, option) or measurement, flushed at once."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.rows: dict[tuple[str, str, Option], dict[str, Any]] = {}
+        whole = 0
+        if path.exists():
+            for line in path.read_bytes().splitlines(keepends=True):
+                if not line.endswith(b"\n"):  # torn by an interruption
+                    break
+                self._index(json.loads(line))
+                whole += len(line)
+            with path.open("r+b") as file:
+                file.truncate(whole)
+
+    def add(self, kind: str, layer: str, option: Option, **numbers: Any) -> None:
+        """Keep the numbers of a layer under an option; kind: "entry" or "measured"."""
+        row = {"kind": kind, "layer": layer, "bits": option.weight_bits, "group": option.group_size, **numbers}
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        self._index(row)
+
+    def _index(self, row: dict[str, Any]) -> None:
+        self.rows[row["kind"], row["layer"], Option(row["bits"], row["group"])] = row
+
+
+def table_path(calibration: Calibration, method: LayerMethod) -> Path:
+    """Where the table of a model, its calibration and a method is cached."""
+    digest = hashlib.sha256(calibration.windows.to(torch.int32).contiguous().numpy().tobytes())
+    key = [SCHEMA, quantkit.__version__, calibration.meta.fingerprint, method.name, sorted(method.settings.items())]
+    digest.update(json.dumps(key).encode())
+    return cache_folder() / "search" / f"{digest.hexdigest()[:32]}.jsonl"
+
+
+def check_method(method: str) -> None:
+    """Raise RecipeError unless each layer of the method can be quantized alone, by weight_bits and group_size."""
+    row = METHODS[method]
+    known = row.settings.__dataclass_fields__
+    if row.transform is not None or not {"weight_bits", "group_size"} <= known.keys():
+        raise RecipeError(
+            f"search chooses weight_bits and group_size per layer, which method {method} has not; use bcq"
+        )
+
+
+def build_table(
+    model: nn.Module,
+    calibration: Calibration,
+    layers: Sequence[str],
+    options: Sequence[Option],
+    *,
+    method: LayerMethod,
+    cache: TableFile,
+) -> ErrorTable:
+    """Every option of every layer, from the cache or by quantizing; the model is left as it was.
+
+    Raises RecipeError for an option that the method refuses.
+    """
+    linears = block_linears(model)
+    shapes = {name: linear_shape(linears[name]) for name in layers}
+    wanted = {name: sorted({option.fitted(shapes[name]) for option in options}) for name in layers}
+    missing = {
+        name: [option for option in own if ("entry", name, option) not in cache.rows] for name, own in wanted.items()
+    }
+    missing = {name: own for name, own in missing.items() if own}
+    if missing:
+        gains = output_sensitivity(model, {name: linears[name] for name in missing}, calibration.windows)
+        work = layers_with_hessians(model, calibration, missing)
+        total = sum(map(len, missing.values()))
+        for layer, option in track(work, "error table", total=total):
+            packed = method.quantize(layer, option)
+            cache.add("entry", layer.name, option, **_numbers(layer, packed, gains[layer.name]))
+    entries = {
+        (name, option): _entry(cache, name, option, shapes[name]) for name, own in wanted.items() for option in own
+    }
+    return ErrorTable(shapes, entries)
+
+
+def layers_with_hessians(
+    model: nn.Module, calibration: Calibration, work: Mapping[str, Sequence[Option]]
+) -> Iterator[tuple[LayerInput, Option]]:
+    """Block after block, every (layer, option) of the work; the Hessians are those of the unquantized model."""
+    linears = block_linears(model)
+    inputs = capture_inputs(model, calibration.windows)
+    left = sum(map(len, work.values()))
+    for index, (prefix, block) in enumerate(decoder_blocks(model)):
+        own = {name: linears[name] for name in work if name.startswith(f"{prefix}.")}
+        hessians = block_hessians(block, inputs, index, own) if own else {}
+        for name, module in own.items():
+            weight = linear_weight(module).detach().float().contiguous().clone()
+            layer = LayerInput(name, weight, calibration.layers[name], hessians[name])
+            for option in work[name]:
+                yield layer, option
+                left -= 1
+        if not left:
+            return
+        inputs = advance(block, inputs, index)
+
+
+def _numbers(layer: LayerInput, packed: PackedWeight, gain: Tensor) -> dict[str, Any]:
+    assert layer.hessian is not None
+    error = quadratic_error(dequantize(packed) - layer.weight, layer.hessian).cpu()
+    signal = float(quadratic_error(layer.weight, layer.hessian).sum())
+    return {
+        "spec": spec_to_json(packed.spec),
+        "estimate": float((gain * error).sum()) / 2,
+        "output_error": float(error.sum()) / signal if signal else 0.0,
+    }
+
+
+def _entry(cache: TableFile, name: str, option: Option, shape: Shape) -> Entry:
+    row = cache.rows["entry", name, option]
+    spec = spec_from_json(row["spec"])
+    measured = cache.rows.get(("measured", name, option), {}).get("kl")
+    return Entry(spec, stored_bytes(spec, shape), row["estimate"], row["output_error"], measured)
