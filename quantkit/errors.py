@@ -35,3 +35,7 @@ class KernelError(QuantkitError):
 
 class BenchError(QuantkitError):
     """A measurement that must not be reported (wrong result, above the hardware's peak)."""
+
+
+class EvaluationError(QuantkitError):
+    """A task, comparison or report that cannot be made from what was given or is installed."""

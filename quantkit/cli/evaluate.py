@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.common import JsonOption, check_json_path, print_facts, write_json
+from quantkit.cli.common import JsonOption, check_json_path, print_facts, print_table, write_json
 
 app = typer.Typer(help="Measure the quality of a model or of a quantized checkpoint.", no_args_is_help=True)
 
@@ -100,3 +100,37 @@ def divergence(
         }
     )
     write_json(json_path, {"reference": reference, "model": model, **asdict(result)})
+
+
+@app.command()
+def tasks(
+    model: Annotated[str, typer.Argument(help="Hub id, folder (also a quantized one), or smollm2-135m.")],
+    names: Annotated[
+        str,
+        typer.Option("--tasks", help="Comma-separated, such as lambada_openai,piqa,openbookqa,winogrande,hellaswag."),
+    ],
+    task_path: Annotated[Path | None, typer.Option(help="Folder of your own lm-eval task YAMLs.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder of local .jsonl files for the five tasks above; no network needed.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first examples of every task.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Requests at once.")] = 8,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    json_path: JsonOption = None,
+) -> None:
+    """Zero-shot accuracy on tasks, by lm-evaluation-harness, with standard errors."""
+    check_json_path(json_path)
+    from quantkit.evaluation.tasks import TaskOptions, check_tasks, evaluate_tasks
+    from quantkit.models.loading import load_model, resolve_model
+
+    options = TaskOptions(tuple(names.split(",")), task_path, data_dir, limit, batch_size)
+    check_tasks(options)
+    resolve_model(model)
+    loaded, tokenizer = load_model(model, device=device)
+    scores = evaluate_tasks(loaded, tokenizer, options)
+    rows = [
+        [s.task, s.metric, f"{s.value:.4f}", "" if s.stderr is None else f"{s.stderr:.4f}", str(s.examples)]
+        for s in scores
+    ]
+    print_table(model, ["task", "metric", "value", "stderr", "examples"], rows)
+    write_json(json_path, {"model": model, "scores": [asdict(score) for score in scores]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -76,3 +77,22 @@ def test_divergence_refuses_in_one_line(tiny_model: Callable[[str], Path], text_
     assert "no such folder" in refusal("eval", "divergence", model, "/none/model", "--text", text_file)
     too_long = ("--text", text_file, "--seq-len", "4096")
     assert "the model has 256 positions" in refusal("eval", "divergence", model, model, *too_long)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm_eval is installed")
+def test_tasks_without_the_extra_name_the_pip_line(tiny_model: Callable[[str], Path]) -> None:
+    message = refusal("eval", "tasks", tiny_model("opt"), "--tasks", "piqa")
+    assert "pip install 'quantkit[eval]'" in message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
+def test_tasks_are_printed_and_written(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "piqa").mkdir()
+    rows = [{"goal": "the model", "sol1": "reads", "sol2": "says", "label": k % 2} for k in range(4)]
+    (tmp_path / "piqa" / "valid_labelled.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "t.json"
+    result = run("eval", "tasks", tiny_model("opt"), "--tasks", "piqa", "--data-dir", tmp_path, "--json", out)
+    assert result.exit_code == 0, result.stderr
+    scores = {score["metric"]: score for score in json.loads(out.read_text())["scores"]}
+    assert scores["acc"]["value"] == 0.5  # the same answer to four equal questions, half of them right
+    assert "0.5000" in result.stdout
