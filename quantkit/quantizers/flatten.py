@@ -129,8 +129,6 @@ def plan_layout(layer: LayerInput, settings: FlattenSettings) -> Layout:
         rows=stats.sample.to(device).float() / divisor,
         weight=layer.weight if own is None else layer.weight * own,
         act_absmax=stats.absmax.to(device) / divisor,
-        act_mean_square=stats.mean_square.to(device) / divisor.square(),
-        tokens=stats.tokens,
     )
     try:
         acts, weights = _splits(operands, settings)

@@ -100,15 +100,12 @@ def column_map(acts: Split, weights: Split) -> Columns:
 class Operands:
     """What a choice of splits is judged on, both smoothed already.
 
-    rows: [R, K] fp32, sampled rows of x. weight: [N, K] fp32.
-    act_absmax, act_mean_square: [K], over all calibration tokens. tokens: their number.
+    rows: [R, K] fp32, sampled rows of x. weight: [N, K] fp32. act_absmax: [K], over all calibration tokens.
     """
 
     rows: Tensor
     weight: Tensor
     act_absmax: Tensor
-    act_mean_square: Tensor
-    tokens: int
 
 
 def output_error(operands: Operands, acts: Split, weights: Split) -> float:
@@ -130,15 +127,16 @@ def relative_error(exact: Tensor, approximate: Tensor) -> float:
 
 
 # Thresholds that the limited search tries, as multiples of the recipe's.
-_STEPS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0)
+_STEPS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0, 16.0, 32.0)
 
 
 def clamp_error(operands: Operands, acts: Split) -> float:
-    """Relative output error of the tokens that clamping cuts, as a mean over all tokens.
+    """Relative output error that clamping channels below their maximum stands for, beside output_error.
 
-    The few tokens that reach a channel's maximum are seldom in the sample, so this is estimated from the maximum and
-    E[x^2]: their number as if all the channel's energy sat at its maximum (at least one token), their output as the
-    channel's own beside that of a median token.
+    The few tokens that reach a massive maximum are seldom in the sample, yet attention parks on them, so that an
+    error there reaches every token of the window. A clamped channel therefore costs the share of itself that is lost,
+    squared, times the square of its share in its token's output: 1 where it is all of it, next to nothing where it
+    is one of many (what such a clamp costs is in the sample).
     """
     peak, capacity = operands.act_absmax, acts.capacity()
     cut = peak > capacity
@@ -146,9 +144,9 @@ def clamp_error(operands: Operands, acts: Split) -> float:
         return 0.0
     typical = (operands.rows @ operands.weight.t()).square().sum(dim=-1).median()
     energy = peak[cut].square() * operands.weight[:, cut].square().sum(dim=0)
-    tokens = (operands.act_mean_square[cut] / peak[cut].square()).clamp_min(1 / operands.tokens)
-    lost = (1 - capacity[cut] / peak[cut]).square()
-    return (tokens * lost * energy / (energy + typical)).sum().item()
+    dominance = energy / (energy + typical)
+    lost = 1 - capacity[cut] / peak[cut]
+    return (lost * dominance).square().sum().item()
 
 
 def most_slices(acts: Split, weights: Split, max_extended: int) -> Split | None:
