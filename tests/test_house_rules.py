@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("methods", "doctor", "evaluation"),
     ("checkpoint",),
     ("integrations", "bench"),
-    ("quantize", "search", "report"),
+    ("quantize", "search", "compare", "report"),
     ("cli", "__main__"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

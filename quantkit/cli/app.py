@@ -11,11 +11,13 @@ import quantkit
 from quantkit.cli.bench import app as bench_app
 from quantkit.cli.calibrate import calibrate
 from quantkit.cli.common import fail
+from quantkit.cli.compare import compare
 from quantkit.cli.doctor import doctor
 from quantkit.cli.evaluate import app as evaluate_app
 from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
 from quantkit.cli.quantize import quantize
+from quantkit.cli.report import report
 from quantkit.cli.search import search
 from quantkit.errors import QuantkitError
 
@@ -58,5 +60,7 @@ app.command()(search)
 app.add_typer(evaluate_app, name="eval")
 app.add_typer(bench_app, name="bench")
 app.command()(generate)
+app.command()(compare)
+app.command()(report)
 app.command()(inspect)
 app.command()(doctor)

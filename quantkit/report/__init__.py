@@ -1,0 +1,1 @@
+"""Reports to look at: one self-contained HTML file with figures and tables."""

@@ -1,0 +1,96 @@
+"""What a report is made of: plans, checkpoints and measurements found in a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantkit.checkpoint.summary import summarize
+from quantkit.errors import EvaluationError
+from quantkit.models.loading import is_quantized
+
+Document = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """JSON documents by file name: plans of searches, checkpoint summaries, divergences, perplexities, comparisons."""
+
+    searches: Mapping[str, Document]
+    checkpoints: Mapping[str, Document]
+    divergences: Mapping[str, Document]
+    perplexities: Mapping[str, Document]
+    comparisons: Mapping[str, Document]
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was found."""
+        kinds = (self.searches, self.checkpoints, self.divergences, self.perplexities, self.comparisons)
+        return not any(kinds)
+
+
+def find_sources(path: Path) -> Sources:
+    """Everything that can be shown of a plan.yaml (with the .json beside it) or of a folder and the folders in it.
+
+    Raises EvaluationError where there is nothing, or a file is unreadable; CheckpointError for a damaged checkpoint.
+    """
+    if path.is_file():
+        return _sort_out(path.parent, {}, _plan_files(path))
+    if not path.is_dir():
+        raise EvaluationError(f"report {path}: no such file or folder; give a plan.yaml or a folder of results")
+    folders = [path, *sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))]
+    checkpoints: dict[str, Document] = {}
+    for folder in folders:
+        if (folder / "config.json").is_file() and is_quantized(str(folder)):
+            checkpoints[folder.name] = summarize(folder).to_json()
+    sources = _sort_out(path, checkpoints, [file for folder in folders for file in sorted(folder.glob("*.json"))])
+    if sources.empty:
+        raise EvaluationError(
+            f"report {path}: holds no checkpoint, plan or measurement; make some with quantkit search, compare, or "
+            f"eval with --json {path / 'NAME.json'}"
+        )
+    return sources
+
+
+def _plan_files(path: Path) -> list[Path]:
+    document = path.with_suffix(".json")
+    if not document.is_file():
+        raise EvaluationError(f"report {path}: {document.name} is not beside it; quantkit search writes both")
+    if _kind(_read(document)) != "searches":
+        raise EvaluationError(f"report {path}: {document.name} was not written by quantkit search")
+    return [document]
+
+
+def _sort_out(root: Path, checkpoints: dict[str, Document], files: list[Path]) -> Sources:
+    found: dict[str, dict[str, Document]] = {
+        kind: {} for kind in ("searches", "divergences", "perplexities", "comparisons")
+    }
+    for file in files:
+        document = _read(file)
+        kind = _kind(document)
+        if kind is not None:
+            found[kind][str(file.relative_to(root))] = document
+    return Sources(checkpoints=checkpoints, **found)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EvaluationError(f"report: {path} cannot be read ({error})") from error
+
+
+def _kind(document: Any) -> str | None:
+    """Which measurement a JSON document holds; None for anything else."""
+    if not isinstance(document, dict):
+        return None
+    if document.get("kind") in ("search", "comparison"):
+        return {"search": "searches", "comparison": "comparisons"}[document["kind"]]
+    if {"mean_kl", "histogram", "same_top1"} <= document.keys():
+        return "divergences"
+    if {"perplexity", "stderr", "text_sha256", "recipe"} <= document.keys():
+        return "perplexities"
+    return None

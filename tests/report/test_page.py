@@ -1,0 +1,129 @@
+"""The page holds every number and picture, and nothing from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from quantkit.errors import EvaluationError
+from quantkit.report.page import write_report
+from tests.pipeline import quantize_tiny
+from tests.report import documents
+
+PNG_START = b"\x89PNG\r\n\x1a\n"
+
+
+class _Page(HTMLParser):
+    """Collects text, image sources, and whether tags are balanced."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.text, self.images, self.open, self.links = "", [], [], []  # type: ignore[var-annotated]
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value for key, value in attrs if key in ("src", "href")]
+        if tag == "img":
+            self.images.append(dict(attrs)["src"])
+        if tag not in ("img", "meta"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def results(tiny_model: Callable[[str], Path], tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    quantize_tiny(tiny_model("opt"), folder / "q4")
+    documents.write(folder / "plan.json", documents.search_document())
+    documents.write(folder / "d.json", documents.divergence_document())
+    documents.write(folder / "p.json", documents.perplexity_document())
+    documents.write(folder / "c.json", documents.comparison_document())
+    return folder
+
+
+def test_page_is_whole_and_self_contained(results: Path, tmp_path: Path) -> None:
+    write_report(results, tmp_path / "r.html", None)
+    page = _Page((tmp_path / "r.html").read_text())
+    assert page.open == []
+    assert all(link.startswith("data:image/png;base64,") for link in page.links)
+    # search 3, comparison 2 (perplexity, one accuracy), divergence 1, checkpoint 2 (bits, weight error)
+    assert len(page.images) == 8
+    for image in page.images:
+        assert base64.b64decode(image.split(",", 1)[1]).startswith(PNG_START)
+    expected = (
+        "tiny <model>",
+        "l.0.mlp.<up>",
+        "0.12500 ± 0.01000",
+        "27.375 ± 0.500",
+        "0.6250 ± 0.0200",
+        "q4",
+        "2.7000",
+    )
+    for text in (*expected, "model.decoder.layers.1.fc2", "3.25"):
+        assert text in page.text, text
+
+
+def test_figures_also_as_one_png_and_the_same_twice(tmp_path: Path) -> None:
+    results = documents.write(tmp_path / "d.json", documents.divergence_document()).parent
+    written = write_report(results, tmp_path / "r.html", tmp_path / "r.png")
+    assert written == [tmp_path / "r.html", tmp_path / "r.png"]
+    first = [path.read_bytes() for path in written]
+    assert first[1].startswith(PNG_START)
+    write_report(results, tmp_path / "r.html", tmp_path / "r.png")
+    assert [path.read_bytes() for path in written] == first
+
+
+def test_what_was_measured_is_drawn(tmp_path: Path) -> None:
+    """The line of a histogram holds the shares of its document, the chosen plan's star its coordinates."""
+    from matplotlib.figure import Figure
+
+    from quantkit.report.figures import divergence_figure, search_figures
+
+    axes = Figure().subplots()
+    divergence_figure({"d": documents.divergence_document()}).draw(axes)
+    assert list(axes.lines[0].get_ydata()) == [0.1, 0.2, 0.4, 0.3, 0.3]
+    pareto, bits, sensitivity = search_figures("plan", documents.search_document())
+    axes = Figure().subplots()
+    pareto.draw(axes)
+    (star,) = [line for line in axes.lines if line.get_label() == "chosen"]
+    assert (star.get_xdata()[0], star.get_ydata()[0]) == (2.7, 0.05)
+    axes = Figure().subplots()
+    bits.draw(axes)
+    assert axes.images[0].get_array().tolist() == [[2.5, 3.0], [2.75, 3.25]]
+    axes = Figure().subplots()
+    sensitivity.draw(axes)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["attn.q", "mlp.<up>"]
+    assert re.sub("e-0?", "e-", axes.texts[0].get_text()) == "6.2e-2"
+
+
+@pytest.mark.parametrize(
+    ("out", "plot", "message"),
+    [
+        ("r.htm", None, "--out .*suffix .html"),
+        ("r.html", "r.pdf", "--plot .*suffix .png"),
+        ("none/r.html", None, "does not exist"),
+    ],
+    ids=["html", "png", "folder"],
+)
+def test_unfit_paths_are_refused(out: str, plot: str | None, message: str, results: Path, tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        write_report(results, tmp_path / out, tmp_path / plot if plot else None)
+    assert [path.name for path in tmp_path.iterdir()] == ["results"]
+
+
+def test_missing_matplotlib_is_named(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EvaluationError, match=r"pip install 'quantkit\[plot\]'"):
+        write_report(results, tmp_path / "r.html", None)
