@@ -9,40 +9,46 @@
 // rate), and one subtraction takes that constant and P away, exactly. The units are applied when a row tile ends.
 //
 // Grid: x = blocks, about one per multiprocessor, each a contiguous range of row tiles; y = groups of kTokens tokens.
-// Inside a block every warp takes an equal, contiguous share of (row tile, k tile) positions and streams it through
-// its own ring of kDepth slots of kSteps tiles (cp.async), running ahead of everything else: the first slots are in
-// flight while the planes are made. K too long for shared memory is taken in passes of `passTiles` k tiles.
-// Partial row tiles meet in shared memory and are added in warp order: fp32, no atomics, repeatable bit for bit.
+// Inside a block the warps take turns, kSteps (row tile, k tile) positions each, so that together they read straight
+// on: each streams its positions through its own ring of kDepth slots (cp.async), running ahead of everything else; the
+// first slots are in flight while the planes are made. K too long for shared memory is taken in passes of `passTiles`
+// k tiles. Every warp has its own sum of every row; they are added in warp order at the end: fp32, no atomics,
+// repeatable bit for bit.
 //
 //   shared memory: ring [warp][kDepth][kSteps] {signs [plane][lane] uint4, scales [segment][g][entry][2] fp16}
 //                  planes [token][k tile][lane] uint4 | meta [token][k tile][segment][t] float2
-//                  sums [row tile][row][token] | partials [warp][2][row][token] fp32
+//                  sums [row tile][warp][row][token] fp32
 #include "bcq_planes.cuh"
 #include "mma.cuh"
 
 namespace {
 
-// A warp's walk over its share of the block's positions, pass after pass.
-template <int kWarps>
+// A warp's walk over its turns: positions count the block's (row tile, k tile) of a pass, row by row.
+template <int kWarps, int kSteps>
 struct Walk {
+    static constexpr int kStride = kWarps * kSteps;
     int rowTiles, kTiles, passTiles, passes, warp;
     int pass, width, position, end, rowTile, kTile;
 
     __device__ __forceinline__ void enter(int newPass) {
         pass = newPass;
         width = min(passTiles, kTiles - pass * passTiles);
-        const int total = rowTiles * width;
-        position = total * warp / kWarps;
-        end = total * (warp + 1) / kWarps;
-        rowTile = uint32(position) / uint32(width);
-        kTile = position - rowTile * width;
+        end = rowTiles * width;
+        position = warp * kSteps;
+        rowTile = 0;
+        kTile = position;
+        wrap();
     }
-    __device__ __forceinline__ void next() {
-        ++position;
-        if (++kTile == width) {
-            kTile = 0;
-            ++rowTile;
-        }
+    __device__ __forceinline__ void nextTurn() {
+        position += kStride;
+        kTile += kStride;
+        wrap();
+    }
+    __device__ __forceinline__ void wrap() {
+        if (kTile < width) return;
+        const int rows = kTile < 2 * width ? 1 : uint32(kTile) / uint32(width);
+        rowTile += rows;
+        kTile -= rows * width;
     }
     // To the next pass in which this warp has work, if any is left.
     __device__ __forceinline__ void skipEnded() {
@@ -132,6 +138,7 @@ __device__ __forceinline__ uint2 segmentPlanes(uint32 first, uint32 second, int 
     }
 }
 
+constexpr int kMultiprocessorRegisters = 1 << 16;
 constexpr int kEntryBytes = kLaneRows * sizeof(uint16);
 
 // 2 v of one row as a float, kRoundToInteger too large: counts of planes 2t, 2t + 1 and 2t + 8, 2t + 9.
@@ -141,7 +148,7 @@ __device__ __forceinline__ float twiceCount(int low0, int low1, int high0, int h
 }
 
 // Add one tile's product to `sums` [token][row of the lane], in units of 2^(2t).
-template <int kBits, int kSegment, int kTokens>
+template <int kBits, int kSegment, int kTokens, int kUnroll>
 __device__ __forceinline__ void multiplyTile(const unsigned char* slot, int scaleBytes, int entries,
                                              const uint4* planes, const float2* meta, int tokenPlanes, int tokenMeta,
                                              int lane, float (&sums)[kTokens][kLaneRows]) {
@@ -154,7 +161,7 @@ __device__ __forceinline__ void multiplyTile(const unsigned char* slot, int scal
 #pragma unroll
     for (int m = 0; m < kTokens; ++m) x[m] = planes[m * tokenPlanes + lane];
 
-#pragma unroll kTokens == 1 ? 4 : 2
+#pragma unroll kUnroll
     for (int segment = 0; segment < kTileColumns / kSegment; ++segment) {
         const unsigned char* scaleSlot =
             slot + kBits * kWarpSize * sizeof(uint4) + segment * scaleBytes + g * entries * kEntryBytes;
@@ -195,9 +202,9 @@ __device__ __forceinline__ void multiplyTile(const unsigned char* slot, int scal
     }
 }
 
-// Sum over the planes (the lanes of a quad), hand over to `target` [row][token], start again at zero.
+// Sum over the planes (the lanes of a quad), add to `target` [row][token], start again at zero.
 template <int kTokens>
-__device__ __forceinline__ void flush(float (&sums)[kTokens][kLaneRows], float* target, bool add, int lane) {
+__device__ __forceinline__ void flush(float (&sums)[kTokens][kLaneRows], float* target, int lane) {
     const int quad = lane % kTileQuads, g = lane / kTileQuads;
 #pragma unroll
     for (int m = 0; m < kTokens; ++m) {
@@ -205,7 +212,7 @@ __device__ __forceinline__ void flush(float (&sums)[kTokens][kLaneRows], float* 
         for (int r = 0; r < kLaneRows; ++r) {
             const float total = laneSum<1, kTileQuads>(sums[m][r] * float(1 << (2 * quad)));
             float* place = target + (g + r * (kTileRows / kLaneRows)) * kTokens + m;
-            if (quad == 0) *place = add ? *place + total : total;
+            if (quad == 0) *place += total;
             sums[m][r] = 0.0f;
         }
     }
@@ -235,6 +242,10 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
     static_assert(kDepth >= 2, "one slot is read while another is filled");
     static_assert(kTileColumns % kSegment == 0 && kSegment % kBitsPerWord == 0, "segments are whole words of a tile");
     constexpr int kThreads = kWarps * kWarpSize;
+    // Segments interleaved: two where a thread's registers hold them.
+    constexpr int kRegisters = kMultiprocessorRegisters / kThreads;
+    constexpr bool kRoomy = kTokens > 1 ? kTokens * kBits <= 4 : kBits <= 4 && (kRegisters > 104 || kSegment >= 128);
+    constexpr int kUnroll = kRoomy ? 2 : 1;
     constexpr int kTileMeta = kTileColumns / kSegment * kTileQuads;
     constexpr int kTileSums = kTileRows * kTokens;
     extern __shared__ __align__(16) unsigned char shared[];
@@ -256,31 +267,34 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
     uint4* planes = reinterpret_cast<uint4*>(shared + kWarps * kDepth * kSteps * stepBytes);
     float2* meta = reinterpret_cast<float2*>(planes + kTokens * passTiles * kWarpSize);
     float* sums = reinterpret_cast<float*>(meta + kTokens * passTiles * kTileMeta);
-    float* partials = sums + rowTiles * kTileSums;
 
-    Walk<kWarps> ahead{rowTiles, kTiles, passTiles, (kTiles + passTiles - 1) / passTiles, warp};
+    using Turns = Walk<kWarps, kSteps>;
+    Turns ahead{rowTiles, kTiles, passTiles, (kTiles + passTiles - 1) / passTiles, warp};
     ahead.enter(0);
     auto fetchSlot = [&](int slot) {
         const uint32 target = sharedAddress(ring + slot * kSteps * stepBytes);
         if (linear) {
             weights.template fetchLinear<kSteps>(target, ahead.position, ahead.end - ahead.position);
-            ahead.position = min(ahead.position + kSteps, ahead.end);
+            ahead.position += Turns::kStride;
         } else {
             ahead.skipEnded();
+            int rowTile = ahead.rowTile, kTile = ahead.kTile;
 #pragma unroll 1
-            for (int step = 0; step < kSteps && ahead.position < ahead.end; ++step, ahead.next()) {
-                weights.fetchTile(target + step * stepBytes, ahead.rowTile, ahead.pass * passTiles + ahead.kTile);
+            for (int step = 0; step < min(kSteps, ahead.end - ahead.position); ++step) {
+                weights.fetchTile(target + step * stepBytes, rowTile, ahead.pass * passTiles + kTile);
+                if (++kTile == ahead.width) kTile = 0, ++rowTile;
             }
+            ahead.nextTurn();
         }
         copyCommit();
     };
 #pragma unroll 1
     for (int slot = 0; slot < kDepth - 1; ++slot) fetchSlot(slot);
-    for (int i = threadIdx.x; i < rowTiles * kTileSums; i += kThreads) sums[i] = 0.0f;
+    for (int i = threadIdx.x; i < rowTiles * kWarps * kTileSums; i += kThreads) sums[i] = 0.0f;
     allowNextKernel();
     waitForPriorKernels();  // from here on x may be read and y written
 
-    Walk<kWarps> walk = ahead;
+    Turns walk = ahead;
     float own[kTokens][kLaneRows] = {};
     int slot = 0;
     for (int pass = 0; pass < ahead.passes; ++pass) {
@@ -293,49 +307,39 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
         }
         __syncthreads();
 
-        int startTile = walk.kTile;  // where this warp began the present row tile
-        while (walk.position < walk.end) {
+        int present = walk.rowTile;  // the row tile that `own` belongs to
+        auto flushPresent = [&] { flush<kTokens>(own, sums + (present * kWarps + warp) * kTileSums, lane); };
+        for (; walk.position < walk.end; walk.nextTurn()) {
             copyWait<kDepth - 2>();
             __syncwarp();  // the slot filled next was read by every lane
             fetchSlot(slot == 0 ? kDepth - 1 : slot - 1);
+            int rowTile = walk.rowTile, kTile = walk.kTile;
 #pragma unroll 1
-            for (int step = 0; step < kSteps && walk.position < walk.end; ++step, walk.next()) {
-                multiplyTile<kBits, kSegment, kTokens>(ring + (slot * kSteps + step) * stepBytes,
-                                                       scaleBytes, entries,
-                                                       planes + walk.kTile * kWarpSize, meta + walk.kTile * kTileMeta,
-                                                       passTiles * kWarpSize, passTiles * kTileMeta, lane, own);
-                const bool rowEnds = walk.kTile + 1 == walk.width;
-                if (rowEnds || walk.position + 1 == walk.end) {
-                    const bool whole = rowEnds && startTile == 0;
-                    float* partial = partials + (2 * warp + (startTile == 0)) * kTileSums;
-                    flush<kTokens>(own, whole ? sums + walk.rowTile * kTileSums : partial, whole, lane);
-                    startTile = 0;
+            for (int step = 0; step < min(kSteps, walk.end - walk.position); ++step) {
+                if (rowTile != present) {
+                    flushPresent();
+                    present = rowTile;
                 }
+                multiplyTile<kBits, kSegment, kTokens, kUnroll>(
+                    ring + (slot * kSteps + step) * stepBytes, scaleBytes, entries, planes + kTile * kWarpSize,
+                    meta + kTile * kTileMeta, passTiles * kWarpSize, passTiles * kTileMeta, lane, own);
+                if (++kTile == walk.width) kTile = 0, ++rowTile;
             }
             slot = slot + 1 == kDepth ? 0 : slot + 1;
         }
+        if (present < rowTiles) flushPresent();
         __syncthreads();
+    }
 
-        const int total = rowTiles * walk.width;
-        const bool last = pass + 1 == ahead.passes;
-        for (int i = threadIdx.x; i < rowTiles * kTileSums; i += kThreads) {
-            const int rowTile = i / kTileSums, begin = rowTile * walk.width, end = begin + walk.width;
-            float value = sums[i];
-            // The warps whose shares touch this row tile; one that covers it wrote to `sums`.
-            for (int w = uint32(begin) * kWarps / total; w < kWarps && total * w / kWarps < end; ++w) {
-                const int wBegin = total * w / kWarps, wEnd = total * (w + 1) / kWarps;
-                if (wEnd > begin && wBegin < wEnd && !(wBegin <= begin && wEnd >= end)) {
-                    value += partials[(2 * w + (wBegin <= begin)) * kTileSums + i % kTileSums];
-                }
-            }
-            const int n = (firstRowTile + rowTile) * kTileRows + i % kTileSums / kTokens;
-            const int m = firstToken + i % kTokens;
-            if (!last) {
-                sums[i] = value;
-            } else if (n < rows && m < tokens) {
-                if (bias) value += shortToFloat(bias[n], dtype);
-                y[size_t(m) * rows + n] = floatToShort(value, dtype);
-            }
+    for (int i = threadIdx.x; i < rowTiles * kTileSums; i += kThreads) {
+        const int rowTile = i / kTileSums, element = i % kTileSums;
+        const int n = (firstRowTile + rowTile) * kTileRows + element / kTokens, m = firstToken + element % kTokens;
+        float value = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) value += sums[(rowTile * kWarps + w) * kTileSums + element];
+        if (n < rows && m < tokens) {
+            if (bias) value += shortToFloat(bias[n], dtype);
+            y[size_t(m) * rows + n] = floatToShort(value, dtype);
         }
     }
 }

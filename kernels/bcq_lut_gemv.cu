@@ -9,6 +9,7 @@
 // Grid: x = ranges of row tiles, y = ranges of k tiles, z = token. The k ranges' fp32 results go to `partial`
 // [range][token][row] and bcqSumPartials adds them in order: repeatable bit for bit, where the paper uses atomicAdd.
 #include "bcq_tiles.cuh"
+#include "mma.cuh"
 
 namespace {
 
@@ -47,6 +48,8 @@ bcqLutGemv(const uint4* __restrict__ tiles,    // sign tiles
     const int kTiles = (columns + kTileColumns - 1) / kTileColumns;
     const int firstTile = blockIdx.y * blockTiles, count = min(blockTiles, kTiles - firstTile);
     const uint16* row = x + size_t(blockIdx.z) * columns;
+    allowNextKernel();
+    waitForPriorKernels();
 
     // Sums of four activations with every sign, then every table entry from two of those.
     float* nibbles = tables + blockTiles * kTablesPerTile * kLutEntries;  // [table][half][16]
@@ -130,6 +133,8 @@ bcqSumPartials(const float* __restrict__ partial,  // [ranges, tokens, rows]
                uint16* __restrict__ y,             // [tokens, rows]
                int ranges, int tokens, int rows, int dtype) {
     const size_t index = size_t(blockIdx.x) * blockDim.x + threadIdx.x, size = size_t(tokens) * rows;
+    allowNextKernel();
+    waitForPriorKernels();
     if (index >= size) return;
     float sum = 0.0f;
     for (int range = 0; range < ranges; ++range) sum += partial[range * size + index];

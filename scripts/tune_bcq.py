@@ -15,15 +15,19 @@ import torch
 from torch import Tensor
 
 from quantkit.bench.timing import measure, rotation_length
-from quantkit.cuda.bcq_units import BinaryTile, binary_tile
+from quantkit.cuda.bcq_units import BinaryTile, binary_tile, tokens_at_once
 from quantkit.errors import KernelError
 from quantkit.ops.bcq_cuda import binary_gemv, binary_segment, compute_capability, lut_gemv
 
-LAYOUTS = {
-    1: [(16, 4, 3), (16, 4, 2), (16, 2, 4), (16, 2, 6), (8, 4, 4), (8, 4, 6)],
-    2: [(16, 1, 4), (16, 2, 2), (16, 2, 3), (8, 2, 4), (8, 2, 6), (8, 4, 3)],
-    3: [(16, 1, 3), (16, 1, 4), (16, 2, 2), (8, 2, 4)],
-    4: [(16, 1, 3), (16, 1, 4), (16, 1, 2), (8, 2, 3), (8, 1, 4), (8, 1, 6)],
+LAYOUTS = {  # (planes, tokens) -> (warps, steps, depth)
+    (1, 1): [(16, 4, 2), (16, 2, 4), (8, 4, 4), (12, 4, 3), (24, 4, 2)],
+    (2, 1): [(16, 2, 2), (16, 1, 4), (8, 2, 4), (12, 2, 3)],
+    (3, 1): [(16, 1, 3), (8, 1, 6)],
+    (4, 1): [(16, 1, 4), (16, 1, 2), (8, 1, 6), (12, 1, 4)],
+    (1, 4): [(12, 4, 3)],
+    (2, 4): [(12, 2, 3)],
+    (4, 4): [(12, 1, 3), (8, 1, 4)],
+    (4, 2): [(8, 1, 4)],
 }
 CUDA = torch.device("cuda")
 
@@ -41,6 +45,13 @@ def microseconds(make: Callable[[int], Callable[[], Any]], count: int) -> float:
     return measure([make(i) for i in range(count)], CUDA).median * 1e6
 
 
+def _calls(
+    x: Tensor, weights: list[tuple[Tensor, Tensor]], group_size: int, tile: BinaryTile
+) -> Callable[[int], Callable[[], Any]]:
+    size = x.shape[1]
+    return lambda i: lambda: binary_gemv(x, *weights[i], None, size, group_size, tile=tile, settled=True)
+
+
 def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict[str, float]:
     """Microseconds per layout and for the table kernel."""
     weights_bytes = size * size * bits // 8
@@ -49,26 +60,23 @@ def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict
     x = torch.randn(rows, size, device=CUDA).half()
     segment = binary_segment(group_size, size)
     assert segment is not None
-    default = binary_tile(bits, segment, rows, compute_capability(CUDA))
+    default = binary_tile(bits, segment, tokens_at_once(rows, bits), compute_capability(CUDA))
     torch.cuda.synchronize()
-    layouts = [default] + ([BinaryTile(*layout) for layout in LAYOUTS.get(bits, [])] if rows == 1 else [])
+    layouts = [default] + [BinaryTile(*layout) for layout in LAYOUTS.get((bits, rows), [])]
     result: dict[str, float] = {}
     total = weights_bytes + weights[0][1].numel() * 2
     for tile in layouts:
         name = f"{tile.warps}x{tile.steps}x{tile.depth}"
         try:
-            result[name] = microseconds(
-                lambda i, tile=tile: (
-                    lambda: binary_gemv(x, *weights[i], None, size, group_size, tile=tile, settled=True)
-                ),
-                count,
-            )
+            result[name] = microseconds(_calls(x, weights, group_size, tile), count)
         except KernelError as error:
             result[name] = float("nan")
             print(name, error)
     if rows == 1:
         result["serial"] = microseconds(lambda i: lambda: binary_gemv(x, *weights[i], None, size, group_size), count)
-        result["lut"] = microseconds(lambda i: lambda: lut_gemv(x, *weights[i], None, size, group_size), count)
+        result["lut"] = microseconds(
+            lambda i: lambda: lut_gemv(x, *weights[i], None, size, group_size, settled=True), count
+        )
     best = min(value for name, value in result.items() if value == value and name not in ("lut", "serial"))
     fields = "  ".join(f"{name} {value:.2f}" for name, value in result.items())
     print(

@@ -160,6 +160,7 @@ def _pack_linears(block: nn.Module, spec: Any, device: torch.device) -> None:
         block.set_submodule(name, packed)
 
 
+@torch.no_grad()
 def _check_linears(model: Any, bench: DecodeBench) -> None:
     dtype = compute_dtype(bench.device)
     _, block = decoder_blocks(model)[0]

@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.errors import BenchError
 
 _WARM_UP_STEPS = 2
+_CACHE_STEP = 64  # attention kernels want rows of the mask aligned; others copy it in every layer
 _ALIBI_MODELS = ("bloom",)  # build their position bias from a two-dimensional mask
 
 
@@ -57,7 +58,7 @@ def _forward(session: Session, ids: Tensor, first: Tensor) -> Tensor:
 
 
 def start(model: Any, ids: Tensor, capacity: int) -> Session:
-    """Read the prompt ids [1, count] into a cache of ``capacity`` tokens and choose the first new token.
+    """Read the prompt ids [1, count] into a cache for ``capacity`` tokens or some more and choose the first new token.
 
     Raises BenchError where prompt and answer do not fit the model's positions.
     """
@@ -66,6 +67,7 @@ def start(model: Any, ids: Tensor, capacity: int) -> Session:
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and capacity > limit:
         raise BenchError(f"{capacity} tokens of prompt and answer exceed the model's {limit} positions")
+    capacity = -(-capacity // _CACHE_STEP) * _CACHE_STEP
     cache = StaticCache(config=model.config, max_cache_len=capacity)
     device = ids.device
     session = Session(

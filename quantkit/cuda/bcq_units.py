@@ -18,9 +18,27 @@ _META_BYTES, _FLOAT_BYTES = 4 * 8, 4  # per segment and k tile: four lanes' scal
 _LUT_TILE_BYTES = TILE_COLUMNS // 8 * (256 + 2 * 16) * _FLOAT_BYTES  # 32 tables and their half sums
 _RING_SHARE = 0.65  # of a block's shared memory; the rest is for the activations' planes
 _MAX_DEPTH = 8
+_LEAST_WARPS = 4
+_CROWDED, _LEANEST_SEGMENT = 8, 128  # tokens times planes from which only one segment width fits the registers
+_TURN_PLANES = 4  # planes of a tile that a warp reads in one turn: 2 KB, long enough for memory to stay in a page
+_SUMS_LIMIT = 48 << 10  # shared memory for the warps' sums; more row tiles go to more blocks
+# Warps per block, by tokens: (planes up to, warps). As many as the registers of one multiprocessor carry.
+_WARPS = {
+    1: ((4, 16), (8, 12)),
+    2: ((4, 12), (8, 8)),
+    4: ((4, 12), (8, 8)),
+}
 
 _SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10}
 _SHARED_BYTES_ELSEWHERE = 99 << 10
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the layout depends on: compute capability and number of multiprocessors."""
+
+    capability: tuple[int, int]
+    processors: int
 
 
 @dataclass(frozen=True)
@@ -37,9 +55,10 @@ class BinaryTile:
 
 @dataclass(frozen=True)
 class BinaryPlan:
-    """One launch of bcq_binary_gemv: the instance, its passes over K and its dynamic shared memory."""
+    """One launch of bcq_binary_gemv: the instance, blocks per group of tokens, passes over K, shared memory."""
 
     unit: CompileUnit
+    blocks: int
     pass_tiles: int
     shared_mem: int
     warps: int
@@ -74,15 +93,14 @@ def _step_bytes(weight_bits: int, segment: int) -> int:
 
 def binary_tile(weight_bits: int, segment: int, tokens: int, capability: tuple[int, int]) -> BinaryTile:
     """The layout for an instance on a compute capability: as many bytes in flight as shared memory allows."""
-    warps = 16 if tokens == 1 and weight_bits <= 4 else 8
-    steps = 2 if weight_bits == 1 else 1
-    slot = warps * steps * _step_bytes(weight_bits, segment)
+    warps = next(warps for planes, warps in _WARPS[tokens] if weight_bits <= planes)
+    if tokens * weight_bits > _CROWDED and segment != _LEANEST_SEGMENT:
+        warps = min(warps, 8)
+    steps = max(1, _TURN_PLANES // weight_bits)
+    slot = steps * _step_bytes(weight_bits, segment)  # of one warp
     room = int(shared_limit(*capability) * _RING_SHARE)
-    if 2 * slot > room:
-        warps = 8
-        slot = warps * steps * _step_bytes(weight_bits, segment)
-    while 2 * slot > room and warps > 4:
-        warps, slot = warps // 2, slot // 2
+    warps = min(warps, max(_LEAST_WARPS, room // (2 * slot) // _LEAST_WARPS * _LEAST_WARPS))
+    slot *= warps
     return BinaryTile(warps, steps, max(2, min(_MAX_DEPTH, room // slot)))
 
 
@@ -98,27 +116,29 @@ def plan_binary(
     segment: int,
     entries: int,
     tokens: int,
-    row_tiles: int,
-    k_tiles: int,
-    capability: tuple[int, int],
+    tile_counts: tuple[int, int],
+    gpu: Gpu,
     tile: BinaryTile | None = None,
 ) -> BinaryPlan:
-    """The instance, passes and shared memory of one launch.
+    """The instance, blocks, passes and shared memory of one launch.
 
-    entries: scale entries per group. tokens: at once. row_tiles: the most that one block gets.
+    entries: scale entries per group. tokens: at once. tile_counts: (row tiles, k tiles) of the weight.
     Raises KernelError where not even one k tile's planes fit beside the rings.
     """
-    tile = tile or binary_tile(weight_bits, segment, tokens, capability)
+    tile = tile or binary_tile(weight_bits, segment, tokens, gpu.capability)
+    row_tiles, k_tiles = tile_counts
     step = weight_bits * _PLANE_BYTES + TILE_COLUMNS // segment * TILE_ROWS * entries * 2
     ring = tile.warps * tile.steps * tile.depth * step
-    sums = TILE_ROWS * tokens * _FLOAT_BYTES * (row_tiles + 2 * tile.warps)
+    sums_per_tile = TILE_ROWS * tokens * _FLOAT_BYTES * tile.warps
+    blocks = max(min(row_tiles, gpu.processors), ceil(row_tiles / (_SUMS_LIMIT // sums_per_tile)))
+    sums = sums_per_tile * ceil(row_tiles / blocks)
     per_tile = tokens * (_PLANE_BYTES + TILE_COLUMNS // segment * _META_BYTES)
-    fitting = (shared_limit(*capability) - ring - sums) // per_tile
+    fitting = (shared_limit(*gpu.capability) - ring - sums) // per_tile
     if fitting < 1:
-        raise KernelError(f"bcq_binary_gemv: {row_tiles} row tiles per block do not fit into shared memory")
+        raise KernelError(f"bcq_binary_gemv: a layout of {tile} does not fit into shared memory")
     pass_tiles = ceil(k_tiles / ceil(k_tiles / fitting))
     unit = binary_unit(weight_bits, segment, tokens, tile)
-    return BinaryPlan(unit, pass_tiles, ring + sums + per_tile * pass_tiles, tile.warps)
+    return BinaryPlan(unit, blocks, pass_tiles, ring + sums + per_tile * pass_tiles, tile.warps)
 
 
 def lut_unit(weight_bits: int, fine: bool) -> CompileUnit:

@@ -16,11 +16,9 @@ from quantkit.cuda.source import kernel_source
 from quantkit.errors import KernelError
 
 _OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
-_RESOURCES = re.compile(
-    r"Function properties for (?P<name>\S+)\s.*?(?P<frame>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
-    re.DOTALL,
-)
+_ENTRY = re.compile(r"Compiling entry function '(\S+)'")
+_MEMORY = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
 
 
 @dataclass(frozen=True)
@@ -128,13 +126,14 @@ def compile_units(units: Sequence[CompileUnit], arch: str) -> Cubin:
 
 
 def parse_resources(log: str) -> dict[str, Resources]:
-    """ptxas -v output -> resources per mangled symbol."""
-    return {
-        found["name"]: Resources(
-            int(found["registers"]), int(found["frame"]), int(found["stores"]), int(found["loads"])
-        )
-        for found in _RESOURCES.finditer(log)
-    }
+    """ptxas -v output -> resources per mangled symbol; what its functions that are not inlined use is added."""
+    resources = {}
+    _, *sections = _ENTRY.split(log)
+    for symbol, section in zip(sections[::2], sections[1::2], strict=True):
+        frame, stores, loads = (sum(map(int, column)) for column in zip(*_MEMORY.findall(section), strict=True))
+        registers = max(map(int, _REGISTERS.findall(section)))
+        resources[symbol] = Resources(registers, frame, stores, loads)
+    return resources
 
 
 def cached_cubin(unit: CompileUnit, arch: str) -> tuple[Path, str]:

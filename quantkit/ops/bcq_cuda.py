@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from quantkit.cuda.bcq_units import (
     SUM_PARTIALS,
     BinaryTile,
+    Gpu,
     dequantize_unit,
     lut_shared,
     lut_tiles_per_block,
@@ -72,18 +73,15 @@ def binary_gemv(
     segment = binary_segment(group_size, columns)
     if segment is None:
         raise KernelError(f"{BINARY} needs a group size that is a multiple of 32, not {group_size}")
-    row_tiles, k_tiles = tile_counts(out_features, columns)
     _, groups, _, entries, _ = scale_tiles.shape
-    blocks = min(row_tiles, processor_count(x.device))
     at_once = tokens_at_once(tokens, tiles.shape[2])
     plan = plan_binary(
         weight_bits=tiles.shape[2],
         segment=segment,
         entries=entries,
         tokens=at_once,
-        row_tiles=-(-row_tiles // blocks),
-        k_tiles=k_tiles,
-        capability=compute_capability(x.device),
+        tile_counts=tile_counts(out_features, columns),
+        gpu=Gpu(compute_capability(x.device), processor_count(x.device)),
         tile=tile,
     )
     y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
@@ -92,7 +90,7 @@ def binary_gemv(
     launch(
         plan.unit,
         x.device,
-        grid=(blocks, -(-tokens // at_once)),
+        grid=(plan.blocks, -(-tokens // at_once)),
         block=(plan.warps * _WARP,),
         args=(
             tiles,
@@ -117,11 +115,18 @@ def binary_gemv(
 
 
 def lut_gemv(
-    x: Tensor, tiles: Tensor, scale_tiles: Tensor, bias: Tensor | None, out_features: int, group_size: int
+    x: Tensor,
+    tiles: Tensor,
+    scale_tiles: Tensor,
+    bias: Tensor | None,
+    out_features: int,
+    group_size: int,
+    *,
+    settled: bool = False,
 ) -> Tensor:
     """y [M, N] = x [M, K] W^T + bias through look-up tables (nuQmm 3.2); any group size, for few rows.
 
-    x: contiguous fp16 or bf16. bias: in x's type.
+    x: contiguous fp16 or bf16. bias: in x's type. settled: see binary_gemv.
     """
     tokens, columns = x.shape
     row_tiles, k_tiles = tile_counts(out_features, columns)
@@ -141,6 +146,7 @@ def lut_gemv(
         block=(_BLOCK_THREADS,),
         args=(tiles, scale_tiles, x, partial, out_features, columns, groups, width, entries, block_tiles, dtype),
         shared_mem=lut_shared(block_tiles),
+        overlap=settled,
     )
     launch(
         SUM_PARTIALS,
@@ -148,6 +154,7 @@ def lut_gemv(
         grid=(-(-y.numel() // _BLOCK_THREADS),),
         block=(_BLOCK_THREADS,),
         args=(partial, bias, y, ranges, tokens, out_features, dtype),
+        overlap=True,
     )
     return y
 
@@ -210,6 +217,6 @@ def product(
     if kernel == BINARY:
         return binary_gemv(x, tiles, scale_tiles, bias, out_features, group_size, settled=settled)
     if kernel == LUT:
-        return lut_gemv(x, tiles, scale_tiles, bias, out_features, group_size)
+        return lut_gemv(x, tiles, scale_tiles, bias, out_features, group_size, settled=settled)
     weight = dequantize_tiles(tiles, scale_tiles, out_features, x.shape[-1], group_size, x.dtype)
     return linear(x, weight, bias)

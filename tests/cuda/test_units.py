@@ -30,11 +30,14 @@ def test_ptxas_report_is_read_per_kernel() -> None:
         "ptxas info    : Compiling entry function 'one' for 'sm_90'\nptxas info    : Function properties for one\n"
         "ptxas         .     16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads\n"
         "ptxas info    : Used 40 registers, used 1 barriers\n"
+        "ptxas info    : Function properties for helper\n"
+        "ptxas         .     8 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Compiling entry function 'two' for 'sm_90'\n"
         "ptxas info    : Function properties for two\n"
         "ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info    : Used 12 registers\n"
     )
-    assert parse_resources(log) == {"one": units.Resources(40, 16, 4, 8), "two": units.Resources(12, 0, 0, 0)}
+    assert parse_resources(log) == {"one": units.Resources(40, 24, 4, 8), "two": units.Resources(12, 0, 0, 0)}
 
 
 @needs_nvrtc

@@ -1,0 +1,21 @@
+"""A few launches of bcq_binary_gemv for a profiler: ncu -k regex:bcqBinary python scripts/profile_bcq.py."""
+
+from __future__ import annotations
+
+import torch
+
+from quantkit.ops.bcq_cuda import binary_gemv
+
+
+def main() -> None:
+    device = torch.device("cuda")
+    for bits, size in ((1, 4096), (1, 16384), (4, 16384)):
+        shape = (size // 16, size // 256, bits, 128)
+        tiles = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=device)
+        scales = torch.rand(size // 16, size // 128, 8, bits, 2, device=device).half()
+        binary_gemv(torch.randn(1, size, device=device).half(), tiles, scales, None, size, 128)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
