@@ -16,11 +16,12 @@ _LANES, _VECTOR_BYTES = 32, 16
 _PLANE_BYTES = _LANES * _VECTOR_BYTES  # of one k tile: 16 planes of activations, or one plane of weights
 _META_BYTES, _FLOAT_BYTES = 4 * 8, 4  # per segment and k tile: four lanes' scale and plane sum
 _LUT_TILE_BYTES = TILE_COLUMNS // 8 * (256 + 2 * 16) * _FLOAT_BYTES  # 32 tables and their half sums
-_RING_SHARE = 0.65  # of a block's shared memory; the rest is for the activations' planes
-_MAX_DEPTH = 8
+_RING_SHARE, _RING_SHARE_TOKENS = 0.55, 0.28  # of a block's shared memory; the rest is for the planes of x
 _LEAST_WARPS = 4
 _CROWDED, _LEANEST_SEGMENT = 8, 128  # tokens times planes from which only one segment width fits the registers
-_TURN_PLANES = 4  # planes of a tile that a warp reads in one turn: 2 KB, long enough for memory to stay in a page
+_TURNS = {1: (4, 2), 2: (2, 3)}  # planes: (tiles per turn, slots); otherwise a tile and three slots
+_BULK_CAPABILITY = (9, 0)
+_BARRIER_BYTES = 8
 _SUMS_LIMIT = 48 << 10  # shared memory for the warps' sums; more row tiles go to more blocks
 # Warps per block, by tokens: (planes up to, warps). As many as the registers of one multiprocessor carry.
 _WARPS = {
@@ -46,11 +47,13 @@ class BinaryTile:
     """How a block of bcq_binary_gemv is laid out.
 
     warps: per block. steps: tiles per slot of a warp's ring. depth: slots per ring, one of which is being read.
+    bulk: whether the bulk copy engine fills them.
     """
 
     warps: int
     steps: int
     depth: int
+    bulk: bool
 
 
 @dataclass(frozen=True)
@@ -96,17 +99,19 @@ def binary_tile(weight_bits: int, segment: int, tokens: int, capability: tuple[i
     warps = next(warps for planes, warps in _WARPS[tokens] if weight_bits <= planes)
     if tokens * weight_bits > _CROWDED and segment != _LEANEST_SEGMENT:
         warps = min(warps, 8)
-    steps = max(1, _TURN_PLANES // weight_bits)
-    slot = steps * _step_bytes(weight_bits, segment)  # of one warp
-    room = int(shared_limit(*capability) * _RING_SHARE)
-    warps = min(warps, max(_LEAST_WARPS, room // (2 * slot) // _LEAST_WARPS * _LEAST_WARPS))
-    slot *= warps
-    return BinaryTile(warps, steps, max(2, min(_MAX_DEPTH, room // slot)))
+    steps, depth = _TURNS.get(weight_bits, (1, 3))
+    step = _step_bytes(weight_bits, segment)
+    room = int(shared_limit(*capability) * (_RING_SHARE if tokens == 1 else _RING_SHARE_TOKENS))
+    while steps > 1 and 2 * warps * step * steps > room:
+        steps //= 2
+    warps = min(warps, max(_LEAST_WARPS, room // (2 * step * steps) // _LEAST_WARPS * _LEAST_WARPS))
+    depth = max(2, min(depth, room // (warps * step * steps)))
+    return BinaryTile(warps, steps, depth, bulk=capability >= _BULK_CAPABILITY)
 
 
 def binary_unit(weight_bits: int, segment: int, tokens: int, tile: BinaryTile) -> CompileUnit:
     """bcq_binary_gemv for a number of planes, a segment width, tokens at once and a layout."""
-    arguments = (weight_bits, segment, tokens, tile.warps, tile.steps, tile.depth)
+    arguments = (weight_bits, segment, tokens, tile.warps, tile.steps, tile.depth, tile.bulk)
     return CompileUnit("bcq_binary_gemv.cu", "bcqBinaryGemv", arguments)
 
 
@@ -133,12 +138,13 @@ def plan_binary(
     blocks = max(min(row_tiles, gpu.processors), ceil(row_tiles / (_SUMS_LIMIT // sums_per_tile)))
     sums = sums_per_tile * ceil(row_tiles / blocks)
     per_tile = tokens * (_PLANE_BYTES + TILE_COLUMNS // segment * _META_BYTES)
-    fitting = (shared_limit(*gpu.capability) - ring - sums) // per_tile
+    barriers = tile.warps * tile.depth * _BARRIER_BYTES
+    fitting = (shared_limit(*gpu.capability) - ring - sums - barriers) // per_tile
     if fitting < 1:
         raise KernelError(f"bcq_binary_gemv: a layout of {tile} does not fit into shared memory")
     pass_tiles = ceil(k_tiles / ceil(k_tiles / fitting))
     unit = binary_unit(weight_bits, segment, tokens, tile)
-    return BinaryPlan(unit, blocks, pass_tiles, ring + sums + per_tile * pass_tiles, tile.warps)
+    return BinaryPlan(unit, blocks, pass_tiles, ring + sums + per_tile * pass_tiles + barriers, tile.warps)
 
 
 def lut_unit(weight_bits: int, fine: bool) -> CompileUnit:
