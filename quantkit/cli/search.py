@@ -25,8 +25,8 @@ def search(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="per=layer|type, measure=LAYERS whose KL is measured (-1: all), device=cuda, method, keep, or a "
-            "setting of the method; repeatable.",
+            help="per=layer|type, measure=LAYERS whose KL is measured, most sensitive first (default: all; 0: faster), "
+            "device=cuda, method, keep, or a setting of the method; repeatable.",
         ),
     ] = None,
 ) -> None:

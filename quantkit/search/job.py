@@ -57,7 +57,7 @@ class SearchSettings:
 
     base: Recipe
     per: Mode = "layer"
-    measure: int = 0
+    measure: int = -1
     device: str = "cpu"
 
 
@@ -88,7 +88,7 @@ def search_settings(overrides: Sequence[str]) -> SearchSettings:
         raise RecipeError(f"--set {chosen[0]}: is what the search chooses; give --bits and --groups")
     if own.get("per", "layer") not in ("layer", "type"):
         raise RecipeError(f"--set per={own['per']}: choose layer or type")
-    if not isinstance(own.get("measure", 0), int):
+    if not isinstance(own.get("measure", -1), int):
         raise RecipeError(f"--set measure={own['measure']}: expected a number of layers, -1 for all")
     return SearchSettings(recipe, **own)
 

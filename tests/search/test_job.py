@@ -54,16 +54,19 @@ def calibration(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.Temp
 
 @pytest.fixture
 def find(tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path) -> Any:
-    """(plan's name, budget, overrides, family) -> the search's result; its plan is tmp_path/NAME.yaml."""
+    """(plan's name, budget, overrides, family, options) -> the search's result; its plan is tmp_path/NAME.yaml."""
 
-    def call(name: str, kind: Any, limit: float, *overrides: str, family: str = "opt") -> SearchResult:
+    def call(
+        name: str, kind: Any, limit: float, *overrides: str, family: str = "opt", options: list[Option] = OPTIONS
+    ) -> SearchResult:
+        quick = () if any(each.startswith("method=") for each in overrides) else ("rounds=2",)
         return search(
             str(tiny_model(family)),
             calibration(family),
             tmp_path / f"{name}.yaml",
             budget=Budget(kind, limit),
-            options=OPTIONS,
-            settings=search_settings(overrides),
+            options=options,
+            settings=search_settings((*quick, *overrides)),
         )
 
     return call
@@ -79,9 +82,9 @@ def _apply(plan: Path, model: Path, artifact: Path) -> Path:
 def test_bytes_of_the_written_files_keep_the_budget(
     family: str, find: Any, tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    smallest = find("smallest", "bpw", 2.0001 + 16 * 3 / 64, family=family).bytes
+    smallest = find("smallest", "bpw", 2.0001 + 16 * 3 / 64, "measure=0", family=family).bytes
     budget = smallest + SLACK
-    result = find("plan", "bytes", budget, family=family)
+    result = find("plan", "bytes", budget, "measure=0", family=family)
     out = _apply(tmp_path / "plan.yaml", tiny_model(family), calibration(family))
     written = folder_bytes(out)
     assert written <= result.bytes <= budget
@@ -95,7 +98,7 @@ def test_bytes_of_the_written_files_keep_the_budget(
 def test_bits_per_weight_keep_the_budget_and_use_it(
     find: Any, tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    result = find("plan", "bpw", 3.7)
+    result = find("plan", "bpw", 3.7, "measure=0")
     written = bits_per_weight(read_checkpoint(_apply(tmp_path / "plan.yaml", tiny_model("opt"), calibration("opt"))))
     assert written == pytest.approx(result.bits_per_weight, abs=1e-12)
     assert 3.5 < written <= 3.7
@@ -104,7 +107,7 @@ def test_bits_per_weight_keep_the_budget_and_use_it(
 
 def test_plan_is_the_best_of_all_of_its_size(find: Any, tmp_path: Path) -> None:
     """Exchanging any two layers' options for others that fit the budget never lowers the predicted KL."""
-    find("plan", "bpw", 3.5)
+    find("plan", "bpw", 3.5, "measure=0")
     document = json.loads((tmp_path / "plan.json").read_text())
     layers = document["layers"]
     weights = sum(layer["shape"][0] * layer["shape"][1] for layer in layers.values())
@@ -130,7 +133,7 @@ def test_the_same_search_writes_the_same_plan(find: Any, tmp_path: Path, monkeyp
 def test_an_interrupted_table_goes_on_where_it_stopped(
     find: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = find("whole", "bpw", 3.3)
+    whole = find("whole", "bpw", 3.3, "measure=0")
     lines = whole.table_file.read_bytes().splitlines(keepends=True)
     whole.table_file.write_bytes(b"".join(lines[:30]) + lines[30][:20])  # torn in the middle of a line
     done: list[tuple[str, Option]] = []
@@ -141,13 +144,21 @@ def test_an_interrupted_table_goes_on_where_it_stopped(
         return quantize(self, layer, option)
 
     monkeypatch.setattr(table_module.LayerMethod, "quantize", counted)
-    resumed = find("resumed", "bpw", 3.3)
+    resumed = find("resumed", "bpw", 3.3, "measure=0")
     assert len(done) == len(lines) - 30
     assert resumed.plan == whole.plan
     assert sorted(whole.table_file.read_bytes().splitlines()) == sorted(b"".join(lines).splitlines())
     done.clear()
-    find("again", "bpw", 3.9)
+    find("again", "bpw", 3.9, "measure=0")
     assert done == []
+
+
+def test_compensated_binary_coding_is_searched_with_its_hessians(find: Any) -> None:
+    options = [Option(3, 32)]
+    plain = find("plain", "bpw", 5.0, "measure=0", options=options)
+    compensated = find("compensated", "bpw", 5.0, "measure=0", "compensate=true", "sweeps=0", options=options)
+    assert compensated.table_file != plain.table_file
+    assert compensated.plan.predicted_kl < plain.plan.predicted_kl
 
 
 def test_measured_kl_replaces_the_estimate_of_its_layer(find: Any, tmp_path: Path) -> None:
@@ -166,7 +177,7 @@ def test_max_kl_is_kept_by_the_quantized_model(
     find: Any, tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path
 ) -> None:
     limit = 2e-4
-    result = find("plan", "kl", limit)
+    result = find("plan", "kl", limit, "measure=0")
     from quantkit.calibration.artifact import load_calibration
 
     reference, _ = load_model(str(tiny_model("opt")))
@@ -179,19 +190,19 @@ def test_max_kl_is_kept_by_the_quantized_model(
 
 
 def test_per_type_gives_attention_and_ffn_one_option_each(find: Any, tmp_path: Path) -> None:
-    result = find("plan", "bpw", 3.6, "per=type")
+    result = find("plan", "bpw", 3.6, "per=type", "measure=0")
     by_kind = {(sublayer_type(name), option) for name, option in result.plan.options.items()}
     assert sorted(kind for kind, _ in by_kind) == ["attention", "ffn"]
     document = json.loads((tmp_path / "plan.json").read_text())
     fitting = [point for point in document["types"] if point["bits_per_weight"] <= 3.6]
     assert len(document["types"]) == len(OPTIONS) ** 2
     assert result.plan.predicted_kl == pytest.approx(min(point["predicted_kl"] for point in fitting), rel=1e-12)
-    free = find("free", "bpw", 3.6)
+    free = find("free", "bpw", 3.6, "measure=0")
     assert free.plan.predicted_kl <= result.plan.predicted_kl
 
 
 def test_method_settings_reach_the_plan(find: Any, tmp_path: Path) -> None:
-    find("plan", "bpw", 3.3, "method=rtn", "clip=false", "keep=['*.fc2']")
+    find("plan", "bpw", 3.3, "measure=0", "method=rtn", "clip=false", "keep=['*.fc2']")
     recipe = load_recipe(str(tmp_path / "plan.yaml"))
     assert recipe.method == "rtn"
     assert recipe.settings["clip"] is False
@@ -218,11 +229,11 @@ def test_impossible_settings_are_refused(overrides: tuple[str, ...], message: st
 
 def test_a_budget_that_nothing_fits_names_the_smallest_choice(find: Any, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"smallest choice takes 2\.\d+ bits per weight"):
-        find("plan", "bpw", 2.0)
+        find("plan", "bpw", 2.0, "measure=0")
     with pytest.raises(RecipeError, match=r"smallest choice takes \d+ bytes"):
-        find("plan", "bytes", 1000)
+        find("plan", "bytes", 1000, "measure=0")
     with pytest.raises(RecipeError, match="add larger --bits"):
-        find("plan", "kl", 1e-9)
+        find("plan", "kl", 1e-9, "measure=0")
     assert not list(tmp_path.glob("plan*"))
 
 
