@@ -79,12 +79,11 @@ def search_figures(name: str, document: Document) -> list[FigureSpec]:
 
 def checkpoint_figures(name: str, document: Document) -> list[FigureSpec]:
     """Bits, and the output error where a calibration was used, of every layer of a checkpoint."""
-    bits = {layer["name"]: float(layer["bits_per_weight"]) for layer in document["layers"]}
+    layers = sorted(document["layers"], key=lambda layer: str(layer["name"]))  # stored in groups of equal format
+    bits = {layer["name"]: float(layer["bits_per_weight"]) for layer in layers}
     figures = [_heat_map(f"Bits per weight ({name})", "Scales and offsets included.", bits, "{:.2f}", log=False)]
     for key, meaning in (("output_error", "output"), ("weight_error", "weight")):
-        errors = {
-            layer["name"]: float(layer["measured"][key]) for layer in document["layers"] if key in layer["measured"]
-        }
+        errors = {layer["name"]: float(layer["measured"][key]) for layer in layers if key in layer["measured"]}
         if errors:
             caption = f"Relative squared error of each layer's {meaning}, as measured while quantizing; logarithmic."
             figures.append(_heat_map(f"Relative {meaning} error ({name})", caption, errors, "{:.1e}", log=True))
