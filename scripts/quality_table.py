@@ -62,6 +62,7 @@ def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict
     text = ["--text", options.text, "--seq-len", str(options.seq_len), "--max-windows", str(options.max_windows)]
     quantkit("eval", "perplexity", evaluated, *text, "--device", options.device, "--json", str(work / "eval.json"))
     row["evaluation"] = json.loads((work / "eval.json").read_text())
+    del row["evaluation"]["model"]  # a folder of this machine
     row["evaluate_command"] = command("eval", "perplexity", recipe or options.model, *text, options=options)
     return row
 
