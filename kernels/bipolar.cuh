@@ -5,6 +5,7 @@
 //     bytes: a k tile is 128 columns, byte b of a line is the code of column b; one "plane"
 //     The 16-byte chunk c of the line of row r stands at c ^ (r % 8): the 128-byte swizzle of shared memory, so a
 //     tile is copied as it is and read without bank conflicts. Columns behind K and rows behind the last are 0.
+//     Tile rows of x are tokens in order; those of W are channels in the order of channelOfRow.
 //
 // With c_x = 2^q - 1, c_w = 2^p - 1 and unsigned codes U (formats/bipolar.py):
 //     v = X . W = 4 U_x . U_w - 2 c_w rowsum(U_x) - 2 c_x rowsum(U_w) + K c_x c_w,     y = v * x_step * w_scale + bias
@@ -28,6 +29,12 @@ __device__ __forceinline__ size_t lineOffset(int row, int kTile, int kTiles, int
 // Byte offset of chunk c within the line of a row.
 __device__ __forceinline__ int chunkOffset(int chunk, int row) { return (chunk ^ (row % 8)) * kChunkBytes; }
 
+// The channel in row r of a weight tile: among 32 rows, bits c c t t e of the row number are bits t t c c e of the
+// channel's. A thread's results for four neighbouring groups of 8 rows are then 8 neighbouring channels.
+__device__ __forceinline__ int channelOfRow(int row) {
+    return (row & ~31) | (row / 2 % 4) << 3 | (row / 8 % 4) << 1 | row % 2;
+}
+
 // Largest values of the two widths: c_x and c_w.
 struct Widths {
     int actLimit, weightLimit;
@@ -40,6 +47,10 @@ __device__ __forceinline__ int channelTerm(int rowSum, Widths w, int columns) {
 }
 
 // One rounding per operation and no contraction: the reference twin computes the same bits.
+__device__ __forceinline__ float scaled(float v, float step, float scale, float bias) {
+    return __fadd_rn(__fmul_rn(v, __fmul_rn(step, scale)), bias);
+}
+
 __device__ __forceinline__ float recovered(int dot, int token, int channel, float step, float scale, float bias) {
-    return __fadd_rn(__fmul_rn(__int2float_rn(4 * dot + token + channel), __fmul_rn(step, scale)), bias);
+    return scaled(__int2float_rn(4 * dot + token + channel), step, scale, bias);
 }

@@ -26,7 +26,8 @@ __device__ __forceinline__ int halfOffset(int row, int chunk) {
 
 // Start copying one half line of every row and plane of a block of 64 rows.
 template <int kPlanes>
-__device__ __forceinline__ void copyHalf(uint32 shared, const uint8* tiles, int block, int kTile, int kTiles, int half) {
+__device__ __forceinline__ void copyHalf(uint32 shared, const uint8* tiles, int block, int kTile, int kTiles,
+                                         int half) {
     for (int c = threadIdx.x; c < kPlanes * kBlockRows * kHalfChunks; c += kWarps * kWarpSize) {
         const int chunk = c % kHalfChunks, row = c / kHalfChunks % kBlockRows, plane = c / (kHalfChunks * kBlockRows);
         const size_t line = lineOffset(block * kBlockRows + row, kTile, kTiles, plane, kPlanes);
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
     for (int tile = 0; tile < kTokenTiles; tile++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int channel = blockIdx.x * kBlockRows + channel0 + g + 8 * (e / 2);
+            const int channel = channelOfRow(blockIdx.x * kBlockRows + channel0 + g + 8 * (e / 2));
             const int token = blockIdx.y * kBlockRows + token0 + tile * 8 + 2 * t + e % 2;
             if (channel >= N || token >= M) continue;
             int dot = 0;

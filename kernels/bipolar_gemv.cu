@@ -4,7 +4,7 @@
 // plane as A, and one (token, plane) pair per column of B. The k-th bits of A and B only have to be the same columns
 // of the matrices, so a lane hands over the 16-byte chunks it loads, in whatever order.
 //
-//   grid: (ceil(N / 16), token groups); block: kWarps warps, warp w takes halves of k tiles w, w + kWarps, ...
+//   grid: (ceil(N / 32) * 2, token groups); block: kWarps warps, warp w takes halves of k tiles w, w + kWarps, ...
 //   column of B: token * actBits + plane; kGroups * 8 columns per block
 //
 // Integer sums in a fixed order: results repeat bit for bit. Layouts and formula: bipolar.cuh.
@@ -17,7 +17,7 @@ constexpr int kPairColumns = 8;    // columns of B
 constexpr int kHalfChunks = 4;     // chunks per half line: one per t
 
 template <int kWeightBits, int kGroups>
-__global__ void __launch_bounds__(kWarps * kWarpSize)
+__global__ void __launch_bounds__(kWarps * kWarpSize, kGroups < 4 ? 2 : 1)
     bipolarGemv(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,      // bipolar.cuh, bits
                 const int* __restrict__ xSums, const int* __restrict__ wSums,            // [M], [N]
                 const float* __restrict__ xSteps, const uint16* __restrict__ wScales,    // [M] fp32, [N] fp16
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize)
     }
     __syncthreads();
     for (int i = threadIdx.x; i < kChannels * tokens; i += kWarps * kWarpSize) {
-        const int channel = blockIdx.x * kChannels + i % kChannels, token = firstToken + i / kChannels;
+        const int channel = channelOfRow(blockIdx.x * kChannels + i % kChannels), token = firstToken + i / kChannels;
         if (channel >= N || token >= M) continue;
         int dot = 0;
         for (int j = 0; j < actBits; j++) dot += sums[0][i % kChannels][i / kChannels * actBits + j] << j;

@@ -1,7 +1,8 @@
 // bipolarQuantize: activations to bipolar-INT operands in one launch: absmax, codes, planes or bytes, row sums.
 //
 //   step[m] = clip_m / (2^q - 1),  clip_m = act_clip * max_k |x[m, k]| (perToken) or act_clip
-//   code[m, k] = clamp(rint((x / step + 2^q - 1) / 2), 0, 2^q - 1)         (formats/bipolar.py: nearest_codes)
+//   code[m, k] = clamp(round((x / step + 2^q - 1) / 2), 0, 2^q - 1), ties up in even and down in odd columns
+//   (formats/bipolar.py: nearest_codes)
 //   tiles: bipolar.cuh, planes of bits or one plane of bytes; sums[m] = sum_k code[m, k]
 //
 // grid: one block per token; block: one warp per 1024 columns, up to kMaxWarps. A lane holds 32 columns, so that it
@@ -51,7 +52,9 @@ __device__ __forceinline__ void encode(const Columns& c, float step, float limit
 #pragma unroll
     for (int i = 0; i < kLaneColumns; i++) {
         const float scaled = __fmul_rn(__fadd_rn(__fdiv_rn(c.value[i], divisor), limit), 0.5f);
-        code[i] = first + i < K ? uint32(fminf(fmaxf(rintf(scaled), 0.f), limit)) : 0u;
+        // first is even: ties go up in even columns and down in odd ones.
+        const float rounded = i % 2 == 0 ? floorf(__fadd_rn(scaled, 0.5f)) : ceilf(__fadd_rn(scaled, -0.5f));
+        code[i] = first + i < K ? uint32(fminf(fmaxf(rounded, 0.f), limit)) : 0u;
     }
 }
 
@@ -130,7 +133,8 @@ __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
     if (perToken) {
         float peak = largest(own);
         for (int s = warp + warps; s < stretches; s += warps) {
-            peak = fmaxf(peak, largest(loadColumns<kDtype>(rowStart, s * kBitsPerLine + lane * kLaneColumns, K, aligned)));
+            const int first = s * kBitsPerLine + lane * kLaneColumns;
+            peak = fmaxf(peak, largest(loadColumns<kDtype>(rowStart, first, K, aligned)));
         }
         step = __fdiv_rn(__fmul_rn(blockMax(peak, peaks, warps), actClip[0]), limit);
     } else {

@@ -1,4 +1,4 @@
-// One-instruction wrappers for Hopper (sm_90a): warpgroup products, memory barriers, bulk copies, clusters.
+// One-instruction wrappers for Hopper (sm_90a): warpgroup products, memory barriers, bulk copies.
 #pragma once
 #include "mma.cuh"
 
@@ -81,8 +81,10 @@ __device__ __forceinline__ void barrierInit(uint64* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(sharedAddress(barrier)), "r"(arrivals));
 }
 
-// Makes barrierInit visible to bulk copies and to the other blocks of the cluster.
-__device__ __forceinline__ void barrierInitFence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Makes barrierInit visible to bulk copies.
+__device__ __forceinline__ void barrierInitFence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // Arrive, and let the phase wait for ``bytes`` of bulk copies too.
 __device__ __forceinline__ void barrierExpect(uint64* barrier, uint32 bytes) {
@@ -90,20 +92,16 @@ __device__ __forceinline__ void barrierExpect(uint64* barrier, uint32 bytes) {
                  : "memory");
 }
 
-// Arrive at the same barrier of block ``rank`` of the cluster.
-__device__ __forceinline__ void barrierArriveAt(uint64* barrier, uint32 rank) {
-    asm volatile(
-        "{.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(sharedAddress(barrier)),
-        "r"(rank)
-        : "memory");
+// The barriers below keep their default scope: a cluster-wide acquire or release becomes a GPU-wide memory fence, and
+// what they guard is only touched by bulk copies and products, which need none.
+__device__ __forceinline__ void barrierArrive(uint64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(sharedAddress(barrier)) : "memory");
 }
 
 __device__ __forceinline__ bool barrierTry(uint64* barrier, uint32 parity) {
     uint32 done;
     asm volatile(
-        "{.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
+        "{.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
         : "=r"(done)
         : "r"(sharedAddress(barrier)), "r"(parity)
         : "memory");
@@ -124,24 +122,11 @@ __device__ __forceinline__ void copyBulk(uint32 shared, const void* global, uint
         : "memory");
 }
 
-// The same into every block of the cluster named in the mask, at the same address, counted by the same barrier there.
-__device__ __forceinline__ void copyBulkMulticast(uint32 shared, const void* global, uint32 bytes, uint64* barrier,
-                                                  uint16 mask) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
-        "%4;" ::"r"(shared),
-        "l"(global), "r"(bytes), "r"(sharedAddress(barrier)), "h"(mask)
-        : "memory");
-}
-
-__device__ __forceinline__ uint32 clusterRank() {
-    uint32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ void clusterSync() {
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+// gridDim.x read anew: kept in a register across a main loop it would be spilled.
+__device__ __forceinline__ int blockCount() {
+    int count;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(count));
+    return count;
 }
 
 // Barrier ``id`` (1-15) of the block among ``threads`` threads: wait, or arrive without waiting.

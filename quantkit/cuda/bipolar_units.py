@@ -19,9 +19,10 @@ GEMV_GROUPS = (1, 2, 4)
 DTYPES = 3
 _SHARED_BYTES = 232_448  # per block on compute capability 9.0
 _SHARED_ALIGNMENT = 1024
-_LINE_STRUCT_BYTES = 12
+_LINE_STRUCT_BYTES = 16
 _BARRIER_BYTES = 16
 _MAX_STAGES = 8
+_SLAB_TOKENS, _SLAB_PADDING = 32, 16
 _STEPS = 4  # products per line: 256 bits or 32 bytes each
 _L2_BYTES_PER_CLOCK = 24  # per SM where all copy, as tiles of one plane each were seen to reach on an H200
 _SM_BYTES_PER_CLOCK = 64  # what one SM can take
@@ -29,6 +30,8 @@ _MMA_SHARED_BYTES = 99 * 1024  # per block on 8.6 and 8.9, the smallest
 _MMA_MAX_STAGES = 4
 # Rows of operand B in a tile where A has one plane: its planes times these are the columns of one product, <= 256.
 _FUSED_COLUMNS = {1: 256, 2: 128, 3: 64, 4: 64, 5: 32, 6: 32, 7: 32, 8: 32}
+# Pairs with x as operand A though W has fewer planes: the way to y without a detour outweighs the narrower product.
+_UNSWAPPED = ((1, 2),)
 # (fewer planes, more planes) where both have several: accumulators for every level must fit the registers.
 _LEVEL_COLUMNS = {(2, 2): 128, (2, 3): 64, (2, 4): 64}
 
@@ -38,7 +41,7 @@ class WgmmaTile:
     """Shape of one instance of bipolar_gemm_wgmma.
 
     planes_w, planes_x: planes per operand (1 and 1 for bytes). swap: operand A is W. columns: rows of B in a tile.
-    consumers: warpgroups of 64 rows of A. cluster: blocks that share each tile of B.
+    consumers: warpgroups of 64 rows of A.
     """
 
     as_bytes: bool
@@ -47,7 +50,6 @@ class WgmmaTile:
     swap: bool
     columns: int
     consumers: int = 2
-    cluster: int = 1
 
     @property
     def rows(self) -> int:
@@ -66,18 +68,18 @@ class WgmmaTile:
         busy: share of the SMs that copy at the same time.
         """
         planes_a, planes_b = (self.planes_w, self.planes_x) if self.swap else (self.planes_x, self.planes_w)
-        products = _STEPS * self.consumers * planes_a * planes_b * self.columns / 2
-        copied = (planes_a * self.rows + planes_b * self.columns / self.cluster) * LINE_BYTES
+        products = _STEPS * self.rows // BLOCK_ROWS * planes_a * planes_b * self.columns / 2
+        copied = (planes_a * self.rows + planes_b * self.columns) * LINE_BYTES
         return max(products, copied / min(_SM_BYTES_PER_CLOCK, _L2_BYTES_PER_CLOCK / busy))
 
     def slab_bytes(self, element_bytes: int) -> int:
-        """Shared memory through which the consumers write y."""
-        return self.consumers * BLOCK_ROWS * (BLOCK_ROWS * element_bytes + 16)
+        """Shared memory through which results pass where operand A is W."""
+        return self.consumers * _SLAB_TOKENS * (BLOCK_ROWS * element_bytes + _SLAB_PADDING) if self.swap else 0
 
     def stages(self, element_bytes: int) -> int:
-        """Stages that fit beside the slabs."""
-        fixed = self.consumers * (BLOCK_ROWS + self.columns) * _LINE_STRUCT_BYTES + _MAX_STAGES * _BARRIER_BYTES
-        room = _SHARED_BYTES - _SHARED_ALIGNMENT - fixed - self.slab_bytes(element_bytes)
+        """Stages that fit beside slabs and the kernel's static shared memory."""
+        static = self.consumers * (BLOCK_ROWS + self.columns) * _LINE_STRUCT_BYTES + _MAX_STAGES * _BARRIER_BYTES
+        room = _SHARED_BYTES - _SHARED_ALIGNMENT - static - self.slab_bytes(element_bytes)
         return min(_MAX_STAGES, room // self.stage_bytes)
 
     def shared_bytes(self, element_bytes: int) -> int:
@@ -88,20 +90,23 @@ class WgmmaTile:
 def wgmma_tiles(planes_w: int, planes_x: int, as_bytes: bool) -> list[WgmmaTile]:
     """The tiles that exist for a pair of operands, the one for large problems first."""
     fewer, more = sorted((planes_w, planes_x))
-    swap = planes_w < planes_x
+    swap = planes_w < planes_x and (planes_w, planes_x) not in _UNSWAPPED
     columns = _FUSED_COLUMNS[more] if fewer == 1 else _LEVEL_COLUMNS[fewer, more]
-    large = WgmmaTile(as_bytes, planes_w, planes_x, swap, columns, cluster=2)
-    small = WgmmaTile(as_bytes, planes_w, planes_x, swap, columns, consumers=1)
+    large = WgmmaTile(as_bytes, planes_w, planes_x, swap, columns)
+    small = WgmmaTile(as_bytes, planes_w, planes_x, swap, columns if fewer == 1 else BLOCK_ROWS, consumers=1)
     half = [WgmmaTile(as_bytes, planes_w, planes_x, swap, columns // 2)] if columns >= 128 else []
     return [large, *half, small]
 
 
 def wgmma_unit(tile: WgmmaTile, dtype: int) -> CompileUnit:
     """bipolar_gemm_wgmma for a tile and an element type (a code of quantkit.cuda.launch)."""
-    arguments = (int(tile.as_bytes), tile.planes_w, tile.planes_x, tile.swap, tile.columns, tile.consumers)
+    arguments = (int(tile.as_bytes), tile.planes_w, tile.planes_x, tile.swap, tile.columns)
     stages = tile.stages(4 if dtype == 2 else 2)
     return CompileUnit(
-        "bipolar_gemm_wgmma.cu", "bipolarGemmWgmma", (*arguments, stages, tile.cluster, dtype), hopper=True
+        "bipolar_gemm_wgmma.cu",
+        "bipolarGemmWgmma",
+        (*arguments, tile.consumers, stages, dtype),
+        hopper=True,
     )
 
 

@@ -61,9 +61,7 @@ def check_act_granularity(act_granularity: str) -> None:
 def check_exact(weight_bits: int, act_bits: int, columns: int) -> None:
     """Raise RecipeError where a sum of ``columns`` products may leave int32, the accumulator of every kernel."""
     if largest_value(weight_bits) * largest_value(act_bits) * columns >= _INT32_SUMS:
-        raise RecipeError(
-            f"W{weight_bits}A{act_bits} over {columns} columns may overflow 32-bit sums; use fewer bits"
-        )
+        raise RecipeError(f"W{weight_bits}A{act_bits} over {columns} columns may overflow 32-bit sums; use fewer bits")
 
 
 def largest_value(bits: int) -> int:
@@ -88,15 +86,19 @@ def values_to_codes(values: Tensor, bits: int) -> Tensor:
 
 
 def nearest_codes(x: Tensor, step: Tensor, bits: int) -> Tensor:
-    """The codes whose values times step lie nearest to x, clipped to the range; ties go to the even code.
+    """The codes whose values times step lie nearest to x, clipped to the range; ties go up in even columns, else down.
 
-    x: [...] floating point. step: > 0 or 0 (then x is 0 or clipped to nothing), broadcastable to x.
-    Returns uint8 codes [...]. Every operation is one correctly rounded fp32 operation, so that a kernel that does
-    the same ones gets the same codes.
+    x: [..., K] floating point. step: > 0 or 0 (then x is 0 or clipped to nothing), broadcastable to x.
+    Returns uint8 codes [..., K]. Every operation is one correctly rounded fp32 operation, so that a kernel that does
+    the same ones gets the same codes. Zero has no code: it is a tie, and a row of zeros (after a ReLU most of x)
+    becomes +1, -1, +1, ... steps, whose errors cancel in the sum over K instead of adding up.
     """
     limit = float(largest_value(bits))
     divisor = torch.where(step > 0, step, torch.ones_like(step))
-    return ((x.float() / divisor + limit) * 0.5).round().clamp(0.0, limit).to(torch.uint8)
+    scaled = (x.float() / divisor + limit) * 0.5
+    codes = (scaled + 0.5).floor_()
+    codes[..., 1::2] = (scaled[..., 1::2] - 0.5).ceil_()
+    return codes.clamp_(0.0, limit).to(torch.uint8)
 
 
 def step_of_range(clip: Tensor, bits: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The op ``quantkit::bipolar_linear``: schema, reference twin, fake; and the arithmetic of bipolar-INT (section 3.2).
+"""The ops ``quantkit::bipolar_linear`` and ``bipolar_prepared_linear``, and the arithmetic of bipolar-INT (3.2).
 
 Three forms of the product of two code matrices, equal as integers:
     bitwise_product      the definition: a +-1 product per pair of planes, shifted by i + j and summed (Fig 2)
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from quantkit.formats.bcq import group_width
+from quantkit.formats.bcq import ROW_WISE, group_width
 from quantkit.formats.bipolar import (
     FLOAT_ACT_BITS,
     codes_to_values,
@@ -20,9 +20,16 @@ from quantkit.formats.bipolar import (
     largest_value,
     quantize_activations,
 )
-from quantkit.formats.planes import unpack_codes
+from quantkit.formats.planes import packed_width, unpack_codes
+from quantkit.ops.bcq import bcq_linear
+from quantkit.ops.bipolar_kernels import multiply
+from quantkit.ops.bipolar_tiles import plane_row_sums, tile_weight, untile_weight
 from quantkit.ops.library import LIBRARY
 
+LIBRARY.define(
+    "bipolar_prepared_linear(Tensor x, Tensor tiles, Tensor row_sums, Tensor scales, Tensor act_clip, Tensor? bias, "
+    "int act_bits, bool per_token) -> Tensor"
+)
 LIBRARY.define(
     "bipolar_linear(Tensor x, Tensor bit_planes, Tensor scales, Tensor? act_clip, Tensor? bias, "
     "int act_bits, int group_size, bool per_token) -> Tensor"
@@ -109,6 +116,75 @@ def bipolar_linear_reference(
     return y.to(x.dtype).reshape(*x.shape[:-1], -1)
 
 
+def bipolar_prepared_linear_reference(
+    x: Tensor,
+    tiles: Tensor,
+    row_sums: Tensor,
+    scales: Tensor,
+    act_clip: Tensor,
+    bias: Tensor | None,
+    act_bits: int,
+    per_token: bool,
+) -> Tensor:
+    """bipolar_linear of a per-channel weight in tile order (ops.bipolar_tiles): tiles, row_sums [N], scales [N, 1]."""
+    bit_planes = untile_weight(tiles, row_sums.shape[0], packed_width(x.shape[-1]))
+    return bipolar_linear_reference(x, bit_planes, scales, act_clip, bias, act_bits, ROW_WISE, per_token)
+
+
+def _prepared_cuda(
+    x: Tensor,
+    tiles: Tensor,
+    row_sums: Tensor,
+    scales: Tensor,
+    act_clip: Tensor,
+    bias: Tensor | None,
+    act_bits: int,
+    per_token: bool,
+) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    y = multiply(rows, act_clip, (tiles, row_sums, scales), _typed(bias, x.dtype), act_bits, per_token)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def _linear_cuda(
+    x: Tensor,
+    bit_planes: Tensor,
+    scales: Tensor,
+    act_clip: Tensor | None,
+    bias: Tensor | None,
+    act_bits: int,
+    group_size: int,
+    per_token: bool,
+) -> Tensor:
+    """Canonical tensors on a GPU: tiled anew at each call; a model is prepared once when it is loaded.
+
+    Per-group and weight-only weights are binary-coded weights with scales s 2**i, so the bcq kernels multiply them;
+    activations are then rounded to their codes first and the product is in x's dtype.
+    """
+    columns = x.shape[-1]
+    if act_clip is not None and group_width(group_size, columns) == columns:
+        row_sums = plane_row_sums(bit_planes, columns)
+        return _prepared_cuda(x, tile_weight(bit_planes), row_sums, scales, act_clip, bias, act_bits, per_token)
+    rounded = x if act_clip is None else round_activations(x, act_clip, act_bits, per_token)
+    return bcq_linear(rounded, bit_planes, bcq_scales(scales, bit_planes.shape[0]), None, bias, group_size)
+
+
+def round_activations(x: Tensor, act_clip: Tensor, act_bits: int, per_token: bool) -> Tensor:
+    """x [..., K] with every value replaced by the one its code stands for, in x's dtype."""
+    codes, step = quantize_activations(x.reshape(-1, x.shape[-1]), act_clip, act_bits, per_token)
+    return (codes_to_values(codes, act_bits).float() * step).to(x.dtype).reshape(x.shape)
+
+
+def bcq_scales(scales: Tensor, weight_bits: int) -> Tensor:
+    """Scales of the same weight in the bcq format: [N, G] -> [bits, N, G], plane i weighing 2**i (exact in fp16)."""
+    powers = torch.tensor([1 << i for i in range(weight_bits)], dtype=scales.dtype, device=scales.device)
+    return powers[:, None, None] * scales
+
+
+def _typed(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias.to(dtype)
+
+
 def _fake(
     x: Tensor,
     bit_planes: Tensor,
@@ -122,7 +198,25 @@ def _fake(
     return x.new_empty(*x.shape[:-1], bit_planes.shape[1])
 
 
+def _prepared_fake(
+    x: Tensor,
+    tiles: Tensor,
+    row_sums: Tensor,
+    scales: Tensor,
+    act_clip: Tensor,
+    bias: Tensor | None,
+    act_bits: int,
+    per_token: bool,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], row_sums.shape[0])
+
+
 LIBRARY.impl("bipolar_linear", bipolar_linear_reference, "CPU")
+LIBRARY.impl("bipolar_linear", _linear_cuda, "CUDA")
+LIBRARY.impl("bipolar_prepared_linear", bipolar_prepared_linear_reference, "CPU")
+LIBRARY.impl("bipolar_prepared_linear", _prepared_cuda, "CUDA")
 torch.library.register_fake("quantkit::bipolar_linear", _fake, lib=LIBRARY)
+torch.library.register_fake("quantkit::bipolar_prepared_linear", _prepared_fake, lib=LIBRARY)
 
 bipolar_linear = torch.ops.quantkit.bipolar_linear.default
+bipolar_prepared_linear = torch.ops.quantkit.bipolar_prepared_linear.default

@@ -1,0 +1,188 @@
+"""The bipolar kernels against the reference twin: every path, tile, width pair and odd shape, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.cuda.bipolar_units import WgmmaTile, binary_pairs, wgmma_tiles
+from quantkit.formats.bipolar import check_exact, largest_value, quantize_activations
+from quantkit.formats.planes import pack_codes
+from quantkit.ops.bipolar import bipolar_linear_reference, bipolar_prepared_linear
+from quantkit.ops.bipolar_kernels import (
+    GEMV_COLUMNS,
+    Activations,
+    best_tile,
+    expand,
+    launch_gemv,
+    launch_mma,
+    launch_wgmma,
+    path_for,
+    path_table,
+    quantize_tiles,
+)
+from quantkit.ops.bipolar_tiles import plane_row_sums, tile_weight, untile_lines, untile_weight
+
+PAIRS = [(p, q) for p in range(1, 9) for q in range(1, 9)]
+SHAPES = [(1, 5, 40), (7, 65, 1030), (65, 130, 264), (130, 257, 2050), (300, 520, 4096)]
+TILES = [tile for p, q in binary_pairs() for tile in wgmma_tiles(p, q, False)] + wgmma_tiles(1, 1, True)
+HOPPER = (9, 0)
+
+
+def _hopper_only() -> None:
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("warpgroup products need compute capability 9.0")
+
+
+class _Problem:
+    """Seeded operands on both devices, and what the reference makes of them."""
+
+    def __init__(self, shape: tuple[int, int, int], weight_bits: int, act_bits: int, dtype: torch.dtype):
+        rows, channels, self.columns = shape
+        self.weight_bits, self.act_bits = weight_bits, act_bits
+        self.x = torch.randn(rows, self.columns).to(dtype)
+        codes = torch.randint(0, 1 << weight_bits, (channels, self.columns), dtype=torch.uint8)
+        self.planes = pack_codes(codes, weight_bits)
+        self.scales = (torch.rand(channels, 1) * 0.01 + 0.001).half()
+        self.clip, self.bias = torch.tensor([0.8]), torch.randn(channels).to(dtype)
+        self.limits = (largest_value(act_bits), largest_value(weight_bits))
+
+    def expected(self) -> Tensor:
+        return bipolar_linear_reference(self.x, self.planes, self.scales, self.clip, self.bias, self.act_bits, -1, True)
+
+    def weight(self) -> tuple[Tensor, Tensor, Tensor]:
+        tiles = tile_weight(self.planes.cuda())
+        return tiles, plane_row_sums(self.planes, self.columns).cuda(), self.scales.cuda()
+
+    def activations(self, as_bytes: bool) -> Activations:
+        return quantize_tiles(self.x.cuda(), self.clip.cuda(), self.act_bits, per_token=True, as_bytes=as_bytes)
+
+    def output(self) -> Tensor:
+        """Room for y, poisoned: an element that is not written shows."""
+        return torch.full((self.x.shape[0], self.planes.shape[1]), float("nan"), dtype=self.x.dtype, device="cuda")
+
+    def run_op(self) -> Tensor:
+        tiles, sums, scales = self.weight()
+        return bipolar_prepared_linear(
+            self.x.cuda(), tiles, sums, scales, self.clip.cuda(), self.bias.cuda(), self.act_bits, True
+        )
+
+
+def test_every_pair_has_a_path_and_a_reason() -> None:
+    for major, minor in [(8, 0), (8, 6), (9, 0), (12, 0)]:
+        for p, q in PAIRS:
+            assert path_for(p, q, major, minor).reason
+        assert path_table(major, minor)
+
+
+def test_hopper_takes_binary_products_up_to_eight() -> None:
+    assert not path_for(2, 4, 9, 0).as_bytes
+    assert path_for(3, 4, 9, 0).as_bytes
+    assert path_for(1, 1, 12, 0).as_bytes
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile_fits_shared_memory_with_two_stages(tile: WgmmaTile) -> None:
+    for element_bytes in (2, 4):
+        assert tile.stages(element_bytes) >= 2
+        assert tile.shared_bytes(element_bytes) <= 232_448
+
+
+def test_small_problems_take_small_tiles() -> None:
+    large = best_tile(1, 1, False, 8192, 8192, 132)
+    small = best_tile(1, 1, False, 128, 4096, 132)
+    assert small.rows * small.columns < large.rows * large.columns
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("columns", [40, 1030, 4096, 20000], ids="K{}".format)
+@pytest.mark.parametrize("act_bits", [1, 3, 8], ids="a{}".format)
+def test_quantizer_gives_the_reference_codes(act_bits: int, columns: int, dtype: torch.dtype) -> None:
+    x = torch.randn(65, columns).to(dtype)
+    x[3] = 0
+    clip = torch.tensor([0.6])
+    codes, step = quantize_activations(x, clip, act_bits, True)
+    acts = quantize_tiles(x.cuda(), clip.cuda(), act_bits, per_token=True, as_bytes=False)
+    planes = pack_codes(codes, act_bits)
+    assert torch.equal(untile_lines(acts.tiles, 65, planes.shape[2]).cpu(), planes)
+    assert torch.equal(acts.sums.cpu(), codes.sum(1, dtype=torch.int32))
+    assert torch.equal(acts.steps.cpu(), step[:, 0])
+    as_bytes = quantize_tiles(x.cuda(), clip.cuda(), act_bits, per_token=True, as_bytes=True)
+    assert torch.equal(untile_lines(as_bytes.tiles, 65, columns)[0].cpu(), codes)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("weight_bits", range(1, 9), ids="w{}".format)
+def test_expansion_gives_the_codes(weight_bits: int) -> None:
+    codes = torch.randint(0, 1 << weight_bits, (70, 1300), dtype=torch.uint8)
+    expanded = expand(tile_weight(pack_codes(codes, weight_bits).cuda()), 1300)
+    assert torch.equal(untile_weight(expanded, 70, 1300)[0].cpu(), codes)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=[f"{m}x{n}x{k}" for m, n, k in SHAPES[:4]])
+@pytest.mark.parametrize(("weight_bits", "act_bits"), PAIRS, ids=[f"w{p}a{q}" for p, q in PAIRS])
+def test_op_equals_the_reference(weight_bits: int, act_bits: int, shape: tuple[int, int, int]) -> None:
+    check_exact(weight_bits, act_bits, shape[2])
+    problem = _Problem(shape, weight_bits, act_bits, torch.float32)
+    assert torch.equal(problem.run_op().cpu(), problem.expected())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_wgmma_tile_equals_the_reference(tile: WgmmaTile, dtype: torch.dtype) -> None:
+    _hopper_only()
+    bits = (5, 7) if tile.as_bytes else (tile.planes_w, tile.planes_x)
+    for shape in SHAPES:
+        problem = _Problem(shape, *bits, dtype)
+        tiles, *rest = problem.weight()
+        operands = (expand(tiles, shape[2]) if tile.as_bytes else tiles, *rest)
+        y = problem.output()
+        launch_wgmma(
+            tile, problem.activations(tile.as_bytes), operands, problem.bias.cuda(), y, shape[2], problem.limits
+        )
+        assert torch.equal(y.cpu(), problem.expected()), f"{shape=}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("as_bytes", [False, True], ids=["bits", "bytes"])
+@pytest.mark.parametrize(("weight_bits", "act_bits"), binary_pairs(), ids=[f"w{p}a{q}" for p, q in binary_pairs()])
+def test_warp_products_equal_the_reference(weight_bits: int, act_bits: int, as_bytes: bool) -> None:
+    for shape in SHAPES:
+        problem = _Problem(shape, weight_bits, act_bits, torch.float16)
+        tiles, *rest = problem.weight()
+        operands = (expand(tiles, shape[2]) if as_bytes else tiles, *rest)
+        y, acts = problem.output(), problem.activations(as_bytes)
+        launch_mma(acts, operands, problem.bias.cuda(), y, shape[2], problem.limits, as_bytes=as_bytes)
+        assert torch.equal(y.cpu(), problem.expected()), f"{shape=}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("act_bits", [1, 3, 8], ids="a{}".format)
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 33], ids="M{}".format)
+def test_gemv_equals_the_reference(rows: int, act_bits: int) -> None:
+    problem = _Problem((rows, 77, 2050), 4, act_bits, torch.bfloat16)
+    y = problem.output()
+    launch_gemv(problem.activations(False), problem.weight(), problem.bias.cuda(), y, 2050, act_bits)
+    assert torch.equal(y.cpu(), problem.expected())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, GEMV_COLUMNS, 200], ids="M{}".format)
+@pytest.mark.parametrize(("weight_bits", "act_bits"), [(2, 2), (1, 2), (4, 8)], ids=["w2a2", "w1a2", "w4a8"])
+def test_two_runs_and_a_graph_give_the_same_bits(weight_bits: int, act_bits: int, rows: int) -> None:
+    problem = _Problem((rows, 520, 4096), weight_bits, act_bits, torch.float16)
+    tiles, sums, scales = problem.weight()
+    x, clip, bias = problem.x.cuda(), problem.clip.cuda(), problem.bias.cuda()
+    first = bipolar_prepared_linear(x, tiles, sums, scales, clip, bias, act_bits, True)
+    second = bipolar_prepared_linear(x, tiles, sums, scales, clip, bias, act_bits, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = bipolar_prepared_linear(x, tiles, sums, scales, clip, bias, act_bits, True)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(first, second)
+    assert torch.equal(first, captured)
