@@ -10,16 +10,16 @@
 //
 // Grid: x = blocks, about one per multiprocessor, each a contiguous range of row tiles; y = groups of kTokens tokens.
 // Inside a block the warps take turns, kSteps (row tile, k tile) positions each, so that together they read straight
-// on: each streams its positions through its own ring of kDepth slots (cp.async or bulk copies), running ahead of everything else; the
+// on: each streams its positions through its own ring of kDepth slots (cp.async), running ahead of everything else; the
 // first slots are in flight while the planes are made. K too long for shared memory is taken in passes of `passTiles`
 // k tiles. Every warp has its own sum of every row; they are added in warp order at the end: fp32, no atomics,
 // repeatable bit for bit.
 //
 //   shared memory: ring [warp][kDepth][kSteps] {signs [plane][lane] uint4, scales [segment][g][entry][2] fp16}
 //                  planes [token][k tile][lane] uint4 | meta [token][k tile][segment][t] float2
-//                  sums [row tile][warp][row][token] fp32 | barriers [warp][kDepth]
+//                  sums [row tile][warp][row][token] fp32
 #include "bcq_planes.cuh"
-#include "wgmma.cuh"
+#include "mma.cuh"
 
 namespace {
 
@@ -62,7 +62,7 @@ struct Weights {
     static constexpr int kSegments = kTileColumns / kSegment;
     static constexpr int kSignVectors = kBits * kWarpSize;
     static constexpr int kMostScaleVectors = kSegments * (kBits + 1) * 2;
-    const uint4* signs;   // of the block's first row tile
+    const uint4* signs;   // of the block's first row tile, plus the lane
     const uint4* scales;  // of the block's first row tile
     int kTiles, groups, entries, lane;
     uint32 segmentsPerGroup, groupMagic;
@@ -84,7 +84,7 @@ struct Weights {
     template <int kSteps>
     __device__ __forceinline__ void fetchLinear(uint32 slot, int position, int count) const {
         const int scaleVectors = kSegments * groupVectors();
-        const uint4* source = signs + size_t(position) * kSignVectors + lane;
+        const uint4* source = signs + size_t(position) * kSignVectors;
         const uint4* scaleSource = scales + size_t(position) * scaleVectors;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -102,37 +102,9 @@ struct Weights {
         }
     }
 
-    // The same through the bulk copy engine, for one lane to call: a barrier counts the bytes.
-    template <int kSteps>
-    __device__ __forceinline__ void bulkLinear(uint32 slot, int position, int count, uint64* barrier) const {
-        const uint32 signBytes = kSignVectors * 16, scaleBytes = kSegments * groupVectors() * 16;
-        const uint4* source = signs + size_t(position) * kSignVectors;
-        const uint4* scaleSource = scales + size_t(position) * (kSegments * groupVectors());
-        barrierExpect(barrier, min(count, kSteps) * stepBytes());
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            if (step < count) {
-                copyBulk(slot, source + step * kSignVectors, signBytes, barrier);
-                copyBulk(slot + signBytes, scaleSource, scaleBytes, barrier);
-            }
-            slot += stepBytes();
-            scaleSource += kSegments * groupVectors();
-        }
-    }
-
-    __device__ __forceinline__ void bulkTile(uint32 slot, int rowTile, int kTile, uint64* barrier) const {
-        copyBulk(slot, signs + size_t(rowTile * kTiles + kTile) * kSignVectors, kSignVectors * 16, barrier);
-        slot += kSignVectors * 16;
-#pragma unroll
-        for (int segment = 0; segment < kSegments; ++segment, slot += groupVectors() * 16) {
-            const int group = groupOf(kTile * kSegments + segment);
-            copyBulk(slot, scales + size_t(rowTile * groups + group) * groupVectors(), groupVectors() * 16, barrier);
-        }
-    }
-
     // One tile anywhere.
     __device__ __forceinline__ void fetchTile(uint32 slot, int rowTile, int kTile) const {
-        fetchSigns(slot, signs + size_t(rowTile * kTiles + kTile) * kSignVectors + lane);
+        fetchSigns(slot, signs + size_t(rowTile * kTiles + kTile) * kSignVectors);
 #pragma unroll
         for (int segment = 0; segment < kSegments; ++segment) {
             const int group = groupOf(kTile * kSegments + segment);
@@ -253,8 +225,7 @@ template <int kBits,     // planes of the weight
           int kTokens,   // rows of x at once
           int kWarps,    // warps per block
           int kSteps,    // tiles per slot of a warp's ring
-          int kDepth,    // slots per ring
-          bool kBulk>    // copies by the bulk engine (compute capability 9.0 and later) instead of cp.async
+          int kDepth>    // slots per ring
 __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
 bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
               const uint16* __restrict__ scales,  // scale tiles
@@ -287,7 +258,7 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
     const int firstToken = blockIdx.y * kTokens;
 
     const Weights<kBits, kSegment> weights{
-        tiles + size_t(firstRowTile) * kTiles * (kBits * kWarpSize),
+        tiles + size_t(firstRowTile) * kTiles * (kBits * kWarpSize) + lane,
         reinterpret_cast<const uint4*>(scales) + size_t(firstRowTile) * groups * (entries * 2),
         kTiles, groups, entries, lane, uint32(segmentsPerGroup), 0xffffffffu / uint32(segmentsPerGroup) + 1};
     const bool linear = passTiles >= kTiles && segmentsPerGroup == 1 && groups == kTiles * weights.kSegments;
@@ -300,43 +271,22 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
     using Turns = Walk<kWarps, kSteps>;
     Turns ahead{rowTiles, kTiles, passTiles, (kTiles + passTiles - 1) / passTiles, warp};
     ahead.enter(0);
-    uint64* barriers = reinterpret_cast<uint64*>(sums + rowTiles * kWarps * kTileSums) + warp * kDepth;
-    if (kBulk && lane == 0) {
-        for (int slot = 0; slot < kDepth; ++slot) barrierInit(barriers + slot, 1);
-        barrierInitFence();
-    }
     auto fetchSlot = [&](int slot) {
         const uint32 target = sharedAddress(ring + slot * kSteps * stepBytes);
-        if (!linear) ahead.skipEnded();
-        const int count = min(kSteps, ahead.end - ahead.position);
-        if (kBulk) {
-            if (lane == 0 && count > 0) {
-                if (linear) {
-                    weights.template bulkLinear<kSteps>(target, ahead.position, count, barriers + slot);
-                } else {
-                    barrierExpect(barriers + slot, count * stepBytes);
-                }
-            }
-        } else if (linear) {
-            weights.template fetchLinear<kSteps>(target, ahead.position, count);
-        }
         if (linear) {
+            weights.template fetchLinear<kSteps>(target, ahead.position, ahead.end - ahead.position);
             ahead.position += Turns::kStride;
         } else {
+            ahead.skipEnded();
             int rowTile = ahead.rowTile, kTile = ahead.kTile;
 #pragma unroll 1
-            for (int step = 0; step < count; ++step) {
-                const int absolute = ahead.pass * passTiles + kTile;
-                if (!kBulk) {
-                    weights.fetchTile(target + step * stepBytes, rowTile, absolute);
-                } else if (lane == 0) {
-                    weights.bulkTile(target + step * stepBytes, rowTile, absolute, barriers + slot);
-                }
+            for (int step = 0; step < min(kSteps, ahead.end - ahead.position); ++step) {
+                weights.fetchTile(target + step * stepBytes, rowTile, ahead.pass * passTiles + kTile);
                 if (++kTile == ahead.width) kTile = 0, ++rowTile;
             }
             ahead.nextTurn();
         }
-        if (!kBulk) copyCommit();
+        copyCommit();
     };
 #pragma unroll 1
     for (int slot = 0; slot < kDepth - 1; ++slot) fetchSlot(slot);
@@ -346,7 +296,7 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
 
     Turns walk = ahead;
     float own[kTokens][kLaneRows] = {};
-    int slot = 0, phase = 0;
+    int slot = 0;
     for (int pass = 0; pass < ahead.passes; ++pass) {
         walk.enter(pass);
         for (int m = 0; m < kTokens; ++m) {
@@ -360,11 +310,7 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
         int present = walk.rowTile;  // the row tile that `own` belongs to
         auto flushPresent = [&] { flush<kTokens>(own, sums + (present * kWarps + warp) * kTileSums, lane); };
         for (; walk.position < walk.end; walk.nextTurn()) {
-            if constexpr (kBulk) {
-                barrierWait(barriers + slot, phase);
-            } else {
-                copyWait<kDepth - 2>();
-            }
+            copyWait<kDepth - 2>();
             __syncwarp();  // the slot filled next was read by every lane
             fetchSlot(slot == 0 ? kDepth - 1 : slot - 1);
             int rowTile = walk.rowTile, kTile = walk.kTile;
@@ -379,7 +325,7 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
                     meta + kTile * kTileMeta, passTiles * kWarpSize, passTiles * kTileMeta, lane, own);
                 if (++kTile == walk.width) kTile = 0, ++rowTile;
             }
-            if (++slot == kDepth) slot = 0, phase ^= 1;
+            slot = slot + 1 == kDepth ? 0 : slot + 1;
         }
         if (present < rowTiles) flushPresent();
         __syncthreads();

@@ -6,14 +6,14 @@
 // Lane = 4 g + t. A: a[0] row g, a[1] row g + 8, bits 32 t .. 32 t + 31; a[2], a[3] the same rows 128 bits further.
 // B: b[0] column g, bits 32 t ..; b[1] 128 bits further. C: c[0], c[1] row g, columns 2t, 2t + 1; c[2], c[3] row g + 8.
 __device__ __forceinline__ void binaryMma128(int (&c)[4], uint32 a0, uint32 a1, uint32 b0) {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
         : "r"(a0), "r"(a1), "r"(b0));
 }
 
 __device__ __forceinline__ void binaryMma256(int (&c)[4], uint4 a, uint32 b0, uint32 b1) {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc "
         "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])

@@ -19,14 +19,14 @@ from quantkit.cuda.bcq_units import BinaryTile, binary_tile, tokens_at_once
 from quantkit.errors import KernelError
 from quantkit.ops.bcq_cuda import binary_gemv, binary_segment, compute_capability, lut_gemv
 
-LAYOUTS = {  # (planes, tokens) -> (warps, steps, depth, bulk)
-    (1, 1): [(16, 4, 2, False), (16, 4, 3, True), (24, 4, 2, True), (16, 2, 4, True)],
-    (2, 1): [(16, 1, 4, False), (16, 2, 2, True), (16, 1, 4, True), (24, 2, 2, True)],
-    (3, 1): [(16, 1, 3, False), (16, 1, 4, True)],
-    (4, 1): [(16, 1, 4, False), (16, 1, 4, True), (16, 1, 2, True)],
-    (1, 4): [(12, 4, 3, True)],
-    (2, 4): [(12, 1, 4, True)],
-    (4, 4): [(12, 1, 3, True)],
+LAYOUTS = {  # (planes, tokens) -> (warps, steps, depth)
+    (1, 1): [(16, 4, 3), (16, 2, 4), (24, 4, 2), (8, 4, 4)],
+    (2, 1): [(16, 2, 2), (16, 2, 3), (12, 2, 3)],
+    (3, 1): [(16, 1, 3), (12, 1, 4)],
+    (4, 1): [(16, 1, 3), (16, 1, 2), (12, 1, 4)],
+    (1, 4): [(12, 4, 3)],
+    (2, 4): [(12, 2, 2)],
+    (4, 4): [(12, 1, 3)],
 }
 CUDA = torch.device("cuda")
 
@@ -65,7 +65,7 @@ def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict
     result: dict[str, float] = {}
     total = weights_bytes + weights[0][1].numel() * 2
     for tile in layouts:
-        name = f"{tile.warps}x{tile.steps}x{tile.depth}{'b' * tile.bulk}"
+        name = f"{tile.warps}x{tile.steps}x{tile.depth}"
         try:
             result[name] = microseconds(_calls(x, weights, group_size, tile), count)
         except KernelError as error:
@@ -94,8 +94,10 @@ def main() -> None:
     results: dict[str, dict[str, float]] = {}
     for bits in map(int, options.bits.split(",")):
         for size in map(int, options.sizes.split(",")):
-            for group_size, offset, rows in [(128, False, 1), (128, True, 1), (32, False, 1), (size, False, 1)] + [
-                (128, False, count) for count in (2, 4, 8)
+            for group_size, offset, rows in [
+                *((group, False, 1) for group in (128, 32, size)),
+                (128, True, 1),
+                *((128, False, count) for count in (4, 8)),
             ]:
                 results[f"q{bits}-{size}-g{group_size}-o{offset:d}-M{rows}"] = tune(
                     bits, size, group_size, offset, rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import ceil
 
 from quantkit.cuda.units import CompileUnit
@@ -16,13 +17,11 @@ _LANES, _VECTOR_BYTES = 32, 16
 _PLANE_BYTES = _LANES * _VECTOR_BYTES  # of one k tile: 16 planes of activations, or one plane of weights
 _META_BYTES, _FLOAT_BYTES = 4 * 8, 4  # per segment and k tile: four lanes' scale and plane sum
 _LUT_TILE_BYTES = TILE_COLUMNS // 8 * (256 + 2 * 16) * _FLOAT_BYTES  # 32 tables and their half sums
-_RING_SHARE, _RING_SHARE_TOKENS = 0.55, 0.28  # of a block's shared memory; the rest is for the planes of x
+_RING_SHARE, _RING_SHARE_TOKENS = 0.68, 0.28  # of a block's shared memory; the rest is for the planes of x
 _LEAST_WARPS = 4
 _CROWDED, _LEANEST_SEGMENT = 8, 128  # tokens times planes from which only one segment width fits the registers
-_TURNS = {1: (4, 2), 2: (2, 3)}  # planes: (tiles per turn, slots); otherwise a tile and three slots
-_BULK_CAPABILITY = (9, 0)
-_BARRIER_BYTES = 8
-_SUMS_LIMIT = 48 << 10  # shared memory for the warps' sums; more row tiles go to more blocks
+_TURNS = {1: (4, 2)}  # planes: (tiles per turn, slots); otherwise a tile and four slots
+_SUMS_SHARE = 0.2  # of a block's shared memory, for the warps' sums; more row tiles go to more blocks
 # Warps per block, by tokens: (planes up to, warps). As many as the registers of one multiprocessor carry.
 _WARPS = {
     1: ((4, 16), (8, 12)),
@@ -47,13 +46,11 @@ class BinaryTile:
     """How a block of bcq_binary_gemv is laid out.
 
     warps: per block. steps: tiles per slot of a warp's ring. depth: slots per ring, one of which is being read.
-    bulk: whether the bulk copy engine fills them.
     """
 
     warps: int
     steps: int
     depth: int
-    bulk: bool
 
 
 @dataclass(frozen=True)
@@ -99,22 +96,23 @@ def binary_tile(weight_bits: int, segment: int, tokens: int, capability: tuple[i
     warps = next(warps for planes, warps in _WARPS[tokens] if weight_bits <= planes)
     if tokens * weight_bits > _CROWDED and segment != _LEANEST_SEGMENT:
         warps = min(warps, 8)
-    steps, depth = _TURNS.get(weight_bits, (1, 3))
+    steps, depth = _TURNS.get(weight_bits, (1, 4))
     step = _step_bytes(weight_bits, segment)
     room = int(shared_limit(*capability) * (_RING_SHARE if tokens == 1 else _RING_SHARE_TOKENS))
     while steps > 1 and 2 * warps * step * steps > room:
         steps //= 2
     warps = min(warps, max(_LEAST_WARPS, room // (2 * step * steps) // _LEAST_WARPS * _LEAST_WARPS))
     depth = max(2, min(depth, room // (warps * step * steps)))
-    return BinaryTile(warps, steps, depth, bulk=capability >= _BULK_CAPABILITY)
+    return BinaryTile(warps, steps, depth)
 
 
 def binary_unit(weight_bits: int, segment: int, tokens: int, tile: BinaryTile) -> CompileUnit:
     """bcq_binary_gemv for a number of planes, a segment width, tokens at once and a layout."""
-    arguments = (weight_bits, segment, tokens, tile.warps, tile.steps, tile.depth, tile.bulk)
+    arguments = (weight_bits, segment, tokens, tile.warps, tile.steps, tile.depth)
     return CompileUnit("bcq_binary_gemv.cu", "bcqBinaryGemv", arguments)
 
 
+@cache
 def plan_binary(
     *,
     weight_bits: int,
@@ -135,16 +133,16 @@ def plan_binary(
     step = weight_bits * _PLANE_BYTES + TILE_COLUMNS // segment * TILE_ROWS * entries * 2
     ring = tile.warps * tile.steps * tile.depth * step
     sums_per_tile = TILE_ROWS * tokens * _FLOAT_BYTES * tile.warps
-    blocks = max(min(row_tiles, gpu.processors), ceil(row_tiles / (_SUMS_LIMIT // sums_per_tile)))
+    most_tiles = max(1, int(shared_limit(*gpu.capability) * _SUMS_SHARE) // sums_per_tile)
+    blocks = max(min(row_tiles, gpu.processors), ceil(row_tiles / most_tiles))
     sums = sums_per_tile * ceil(row_tiles / blocks)
     per_tile = tokens * (_PLANE_BYTES + TILE_COLUMNS // segment * _META_BYTES)
-    barriers = tile.warps * tile.depth * _BARRIER_BYTES
-    fitting = (shared_limit(*gpu.capability) - ring - sums - barriers) // per_tile
+    fitting = (shared_limit(*gpu.capability) - ring - sums) // per_tile
     if fitting < 1:
         raise KernelError(f"bcq_binary_gemv: a layout of {tile} does not fit into shared memory")
     pass_tiles = ceil(k_tiles / ceil(k_tiles / fitting))
     unit = binary_unit(weight_bits, segment, tokens, tile)
-    return BinaryPlan(unit, blocks, pass_tiles, ring + sums + per_tile * pass_tiles + barriers, tile.warps)
+    return BinaryPlan(unit, blocks, pass_tiles, ring + sums + per_tile * pass_tiles, tile.warps)
 
 
 def lut_unit(weight_bits: int, fine: bool) -> CompileUnit:

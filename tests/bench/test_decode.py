@@ -24,7 +24,7 @@ def test_shaped_model_has_its_layers_packed(family: str) -> None:
     model = shaped_model(shape, CPU, BcqSpec(2, 32, offset=True))
     packed = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     assert len(packed) == 3 * (6 if family == "opt" else 7)
-    assert len({module.signs.data_ptr() for module in packed}) == len(packed)
+    assert len({module.tensors["signs"].data_ptr() for module in packed}) == len(packed)
     assert weight_bytes(model) < sum(p.numel() * p.dtype.itemsize for p in model.parameters())
 
 

@@ -1,15 +1,17 @@
 import importlib.util
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from quantkit.cuda import units
 from quantkit.cuda.instances import COMPILED_CAPABILITIES, all_units
-from quantkit.cuda.source import kernel_source
 from quantkit.cuda.units import CompileUnit, cached_cubin, compile_units, parse_resources, target
 from quantkit.errors import KernelError
 
 needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="CuPy is not installed")
+WORKERS = os.cpu_count() or 1
 FILES = sorted({unit.source for cc in COMPILED_CAPABILITIES for unit in all_units(*cc)})
 
 
@@ -65,17 +67,21 @@ def test_cubin_is_cached_whole_and_keyed_by_source(monkeypatch: pytest.MonkeyPat
     assert cached_cubin(unit, "sm_80")[0] != path
 
 
+def _spilling(batch: list[CompileUnit], arch: str) -> list[str]:
+    cubin = compile_units(batch, arch)
+    used = {unit.expression: cubin.resources[cubin.symbols[unit.expression]] for unit in batch}
+    return [name for name, it in used.items() if it.stack_frame or it.spill_stores or it.spill_loads]
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("capability", COMPILED_CAPABILITIES, ids=lambda cc: f"sm_{cc[0]}{cc[1]}")
 @pytest.mark.parametrize("file", FILES)
 def test_every_instance_compiles_without_spills(file: str, capability: tuple[int, int]) -> None:
     wanted = [unit for unit in all_units(*capability) if unit.source == file]
+    batches = []
     for hopper in (False, True):
-        batch = [unit for unit in wanted if unit.hopper is hopper]
-        if not batch:
-            continue
-        cubin = compile_units(batch, target(*capability, hopper))
-        for unit in batch:
-            used = cubin.resources[cubin.symbols[unit.expression]]
-            assert (used.stack_frame, used.spill_stores, used.spill_loads) == (0, 0, 0), unit.expression
-    assert kernel_source(file)
+        same = [unit for unit in wanted if unit.hopper is hopper]
+        batches += [(same[i::WORKERS], target(*capability, hopper)) for i in range(WORKERS) if same[i::WORKERS]]
+    with ThreadPoolExecutor(WORKERS) as pool:  # NVRTC compiles outside the interpreter's lock
+        spilling = [name for names in pool.map(lambda batch: _spilling(*batch), batches) for name in names]
+    assert not spilling

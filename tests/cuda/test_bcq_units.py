@@ -1,0 +1,64 @@
+import pytest
+
+from quantkit.cuda.bcq_units import (
+    SEGMENTS,
+    Gpu,
+    bcq_units,
+    binary_tile,
+    plan_binary,
+    segment_columns,
+    shared_limit,
+    tokens_at_once,
+)
+from quantkit.cuda.instances import COMPILED_CAPABILITIES
+from quantkit.errors import KernelError
+
+PROCESSORS = 100
+IDS = [f"sm_{major}{minor}" for major, minor in COMPILED_CAPABILITIES]
+
+
+@pytest.mark.parametrize("capability", COMPILED_CAPABILITIES, ids=IDS)
+@pytest.mark.parametrize(
+    ("row_tiles", "k_tiles"), [(1, 1), (256, 16), (768, 48), (448, 112), (8016, 32)], ids=lambda count: str(count)
+)
+def test_every_plan_fits_its_gpu_and_covers_the_row(row_tiles: int, k_tiles: int, capability: tuple[int, int]) -> None:
+    known = set(bcq_units(*capability))
+    for bits in range(1, 9):
+        for segment in SEGMENTS:
+            for tokens in (1, 2, 3, 8):
+                plan = plan_binary(
+                    weight_bits=bits,
+                    segment=segment,
+                    entries=bits + 1,
+                    tokens=tokens_at_once(tokens, bits),
+                    tile_counts=(row_tiles, k_tiles),
+                    gpu=Gpu(capability, PROCESSORS),
+                )
+                assert plan.shared_mem <= shared_limit(*capability)
+                assert 1 <= plan.pass_tiles <= k_tiles
+                assert plan.blocks >= min(row_tiles, PROCESSORS)
+                assert plan.unit in known  # compiled, without spills, by the tests
+
+
+def test_small_multiprocessors_take_long_rows_in_passes() -> None:
+    plan = plan_binary(
+        weight_bits=4, segment=128, entries=5, tokens=4, tile_counts=(448, 112), gpu=Gpu((8, 6), PROCESSORS)
+    )
+    assert plan.pass_tiles < 112
+
+
+@pytest.mark.parametrize(
+    ("group_size", "columns"), [(32, 32), (64, 64), (96, 32), (128, 128), (192, 64), (384, 128), (512, 256)]
+)
+def test_segment_is_the_widest_that_divides_the_group(group_size: int, columns: int) -> None:
+    assert segment_columns(group_size) == columns
+
+
+def test_groups_of_no_whole_word_have_no_segment() -> None:
+    with pytest.raises(KernelError, match="multiple of 32, not 40"):
+        segment_columns(40)
+
+
+def test_layouts_keep_two_slots_even_where_memory_is_short() -> None:
+    for capability in COMPILED_CAPABILITIES:
+        assert all(binary_tile(8, segment, 2, capability).depth >= 2 for segment in SEGMENTS)

@@ -1,0 +1,59 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.errors import KernelError
+from quantkit.ops import bcq_choice
+from quantkit.ops.bcq_choice import choose, shape_class
+from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, LUT
+
+GPU = "Some GPU"
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where the table is; pretends that CPU tensors are on a GPU of compute capability 9.0."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    bcq_choice._table.cache_clear()
+    path = tmp_path / "quantkit" / "kernels" / "bcq_choice.json"
+    path.parent.mkdir(parents=True)
+    yield path
+    bcq_choice._table.cache_clear()
+
+
+def x(rows: int, columns: int = 4096, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.empty(rows, columns, dtype=dtype)
+
+
+def test_near_shapes_share_a_class() -> None:
+    assert shape_class(4, 4096, 11008, 128) == shape_class(4, 5120, 10240, 128) == "q4-s128-n12-k13"
+    assert shape_class(4, 4096, 4096, 40) == "q4-sbytes-n12-k12"
+
+
+def test_unmeasured_shapes_follow_the_capability_table(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(x(1), 4, 4096, 128) == BINARY
+    assert choose(x(1), 4, 4096, 40) == LUT
+    assert choose(x(9), 4, 4096, 128) == DEQUANTIZE
+    assert choose(x(1, dtype=torch.float32), 4, 4096, 128) == DEQUANTIZE
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))  # binary products emulated
+    assert choose(x(1), 4, 4096, 128) == LUT
+
+
+def test_the_table_decides_and_an_edit_overrides(table: Path) -> None:
+    rows = {str(count): BINARY for count in (1, 2, 4, 8, 16)} | {"32": DEQUANTIZE, "64": DEQUANTIZE}
+    table.write_text(f'{{"{GPU}": {{"q4-s128-n12-k12": {str(rows).replace(chr(39), chr(34))}}}}}')
+    assert [choose(x(count), 4, 4096, 128) for count in (3, 9, 17, 65)] == [BINARY, BINARY, DEQUANTIZE, DEQUANTIZE]
+    table.write_text(table.read_text().replace('"1": "bcq_binary_gemv"', '"1": "bcq_lut_gemv"'))
+    bcq_choice._table.cache_clear()
+    assert choose(x(1), 4, 4096, 128) == LUT
+
+
+@pytest.mark.parametrize("content", ["{", '{"Some GPU": {"q": {"1": "nonsense"}}}'], ids=["json", "kernel"])
+def test_damaged_tables_are_one_line(table: Path, content: str) -> None:
+    table.write_text(content)
+    with pytest.raises(KernelError, match=r"bcq_choice\.json"):
+        choose(x(1), 4, 4096, 128)
