@@ -16,6 +16,7 @@ from quantkit.bench.shapes import LinearShape
 from quantkit.bench.timing import Timing, check_peak, check_result, measure, peak_bandwidth, rotation_length
 from quantkit.errors import BenchError
 from quantkit.formats.base import PackedWeight
+from quantkit.formats.bipolar import PER_TOKEN, codes_to_values, quantize_activations
 from quantkit.formats.table import FORMATS, format_name, stored_bytes
 from quantkit.nn.quantized_linear import QuantizedLinear
 
@@ -165,10 +166,13 @@ def _time_method(
 
 
 def relative_error(module: QuantizedLinear, x: Tensor, y: Tensor) -> float:
-    """||y - x W^T|| / ||x W^T|| with W dequantized and the product in fp64; x's rows only."""
+    """||y - x W^T|| / ||x W^T||, W dequantized, x as the format rounds it, the product in fp64; x's rows only."""
+    rounded = x.double()
     if FORMATS[module.format_name].act_bits(module.spec) != _FLOAT_ACT_BITS:
-        raise BenchError(f"format {module.format_name}: no reference for quantized activations in this benchmark")
-    expected = x.double() @ module.dequantize().double().T
+        if module.format_name not in ROUNDED_INPUTS:
+            raise BenchError(f"format {module.format_name}: no reference for quantized activations in this benchmark")
+        rounded = ROUNDED_INPUTS[module.format_name](module, x)
+    expected = rounded @ module.dequantize().double().T
     return float((y.double() - expected).norm() / expected.norm())
 
 
@@ -186,4 +190,20 @@ def _bcq_kernel(module: QuantizedLinear, x: Tensor) -> str:
     return choose(x, module.spec.weight_bits, module.out_features, module.spec.group_size)
 
 
-IMPLEMENTATIONS: dict[str, Callable[[QuantizedLinear, Tensor], str]] = {"bcq": _bcq_kernel}
+def _bipolar_kernel(module: QuantizedLinear, x: Tensor) -> str:
+    from quantkit.ops.bipolar_kernels import GEMV_COLUMNS, path_for
+
+    if x.shape[0] * module.spec.act_bits <= GEMV_COLUMNS:
+        return "bipolar_gemv"
+    path = path_for(module.spec.weight_bits, module.spec.act_bits, *torch.cuda.get_device_capability(x.device))
+    return f"bipolar_gemm_{path.kernel} {'int8' if path.as_bytes else 'binary'}"
+
+
+def _bipolar_input(module: QuantizedLinear, x: Tensor) -> Tensor:
+    spec = module.spec
+    codes, step = quantize_activations(x, module.tensors["act_clip"], spec.act_bits, spec.act_granularity == PER_TOKEN)
+    return codes_to_values(codes, spec.act_bits).double() * step
+
+
+IMPLEMENTATIONS: dict[str, Callable[[QuantizedLinear, Tensor], str]] = {"bcq": _bcq_kernel, "bipolar": _bipolar_kernel}
+ROUNDED_INPUTS: dict[str, Callable[[QuantizedLinear, Tensor], Tensor]] = {"bipolar": _bipolar_input}

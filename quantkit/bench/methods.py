@@ -13,6 +13,7 @@ from torch import Tensor
 from quantkit.errors import BenchError, RecipeError
 from quantkit.formats.base import Shape, TensorSpec
 from quantkit.formats.bcq import ROW_WISE, BcqSpec
+from quantkit.formats.bipolar import BipolarSpec
 from quantkit.formats.table import FORMATS, format_name
 
 ROW = "row"
@@ -45,6 +46,11 @@ METHOD_NAMES: tuple[MethodName, ...] = (
         re.compile(r"nuqmm-q(\d)-g(\d+|row)"),
         "nuqmm-q4-g128",
         lambda found: BcqSpec(int(found[1]), _group(found[2]), offset=False),
+    ),
+    MethodName(
+        re.compile(r"bipolar-w(\d)a(\d+)"),
+        "bipolar-w2a2",
+        lambda found: BipolarSpec(int(found[1]), int(found[2])),
     ),
 )
 
