@@ -5,7 +5,8 @@
 // planes over 256 columns and counts, twice. Sign bits go from memory to the tensor core untouched (bcq_tiles.cuh).
 // A lane of quad position t holds planes 2t, 2t + 1, 2t + 8, 2t + 9 of two rows; in units of 2^(2t)
 //   sum_k x (2 sign - 1) = s * (2 v - P),   v = c_2t + 2 c_2t+1 + 256 c_2t+8 +- 512 c_2t+9,   P = v at sign = 1
-// 2 v is made a float by integer addition to the bits of 1.5 * 2^23 (conversion instructions run on a slower unit), and one subtraction takes that constant and P away, exactly. The units are applied when a row tile ends.
+// 2 v is made a float by integer addition to the bits of 1.5 * 2^23 (conversion instructions run on a slower unit), and
+// one subtraction takes that constant and P away, exactly. The units are applied when a row tile ends.
 //
 // Grid: x = blocks, about one per multiprocessor, each a contiguous range of row tiles; y = groups of kTokens tokens.
 // Inside a block the warps take turns, kSteps (row tile, k tile) positions each, so that together they read straight

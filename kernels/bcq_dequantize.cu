@@ -62,7 +62,8 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
             uint32 bytes[kBits];
 #pragma unroll
             for (int i = 0; i < kBits; ++i) {
-                const uint32 own = part == 0 ? words[i].x : part == 1 ? words[i].y : part == 2 ? words[i].z : words[i].w;
+                const uint4 mine = words[i];
+                const uint32 own = part == 0 ? mine.x : part == 1 ? mine.y : part == 2 ? mine.z : mine.w;
                 bytes[i] = __shfl_sync(kFullWarp, own, g * kTileQuads + owner) >> (quad * kBitsPerByte);
             }
             if (n >= rows || column >= columns) continue;

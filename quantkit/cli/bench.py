@@ -64,8 +64,8 @@ def linear(
     where = _device(device)
     bench = LinearBench(parse_shapes(shapes), method.split(","), _integers("--rows", rows), where, energy)
     facts = environment(where)
-    print_facts(facts)
     results = list(run_linear(bench))
+    print_facts(facts)
     _print_linear(results)
     if where.type == "cpu":
         typer.echo("On the CPU this times the reference implementation, which is not made to be fast.")
@@ -106,8 +106,8 @@ def decode(
 
     where = _device(device)
     facts = environment(where)
-    print_facts(facts)
     results = list(run_decode(DecodeBench(model, method, prompt, new, where)))
+    print_facts(facts)
     _print_decode(results)
     write_json(json_path, to_json(facts, results=[asdict(result) for result in results]))
 

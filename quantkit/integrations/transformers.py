@@ -62,7 +62,10 @@ class QuantkitQuantizer(HfQuantizer):
         install_skeleton(model, config)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
-        """Nothing is left to do: every tensor was checked against the files' headers before loading."""
+        """Put the layers that are on a GPU into its kernels' order; tensors were checked before loading."""
+        for module in model.modules():
+            if isinstance(module, QuantizedLinear):
+                module.settle()
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
         """No entry beyond the model's own: every stored tensor has N at dim -2 and K at dim -1."""

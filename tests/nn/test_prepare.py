@@ -1,13 +1,19 @@
 """Preparing and restoring QuantizedLinear, on the CPU: the tile order is the same there, and the twin reads it."""
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
+from safetensors.torch import load_file
 
+import quantkit
 from quantkit.formats.base import PackedWeight
 from quantkit.formats.bcq import BcqSpec
 from quantkit.nn.quantized_linear import QuantizedLinear
 from tests.ops.bcq_cases import random_weight
+from tests.pipeline import quantize_tiny
 
 
 def make_linear(rows: int = 40, columns: int = 328, *, bias: bool = True) -> QuantizedLinear:
@@ -68,3 +74,28 @@ def test_prepared_module_survives_deepcopy_and_weight_stand_in() -> None:
     assert torch.equal(twin(x), linear(x))
     assert twin.weight.shape == (40, 328)
     assert torch.equal(twin.dequantize(), linear.dequantize())
+
+
+def test_saving_a_prepared_model_writes_the_checkpoint_it_came_from(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    quantize_tiny(tiny_model("llama"), tmp_path / "first")
+    model = quantkit.load(str(tmp_path / "first"))
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.prepare()
+    model.save_pretrained(tmp_path / "second")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.cuda
+def test_checkpoint_loads_prepared_onto_a_gpu(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    quantize_tiny(tiny_model("llama"), tmp_path / "first")
+    model = quantkit.load(str(tmp_path / "first"), device="cuda", dtype=torch.float16)
+    assert all(module.prepared for module in model.modules() if isinstance(module, QuantizedLinear))
+    ids = torch.arange(10, 20)[None]
+    reference = quantkit.load(str(tmp_path / "first"))(ids).logits
+    difference = (model(ids.cuda()).logits.float().cpu() - reference).norm() / reference.norm()
+    assert difference < 2e-2  # fp16 activations through every layer

@@ -1,0 +1,29 @@
+import json
+from pathlib import Path
+
+from tests.cli.calls import refusal, run
+
+
+def test_linear_prints_a_row_per_case_and_writes_json(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    result = run(
+        *("bench", "linear", "--shapes", "32x64", "--method", "bcq-w2-g32", "--rows", "1,2", "--device", "cpu"),
+        *("--json", out, "--plot", tmp_path / "bench.png"),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "times the reference implementation" in result.stdout
+    document = json.loads(out.read_text())
+    assert [row["tokens"] for row in document["results"]] == [1, 2]
+    assert document["environment"]["commit"]
+    assert (tmp_path / "bench.png").is_file()
+
+
+def test_bad_requests_are_refused_in_one_line(tmp_path: Path) -> None:
+    linear = ("bench", "linear", "--device", "cpu")
+    assert "did you mean 'opt-30b'" in refusal(*linear, "--shapes", "opt-30", "--method", "bcq-w4-g128")
+    assert "known forms" in refusal(*linear, "--shapes", "4x64", "--method", "int3")
+    assert "whole numbers" in refusal(*linear, "--shapes", "4x64", "--method", "bcq-w4-g32", "--rows", "one")
+    missing = tmp_path / "absent" / "x.png"
+    assert "--plot" in refusal(*linear, "--shapes", "4x64", "--method", "bcq-w4-g32", "--plot", missing)
+    assert "not a device" in refusal("bench", "decode", "opt-30b", "--method", "bcq-w4-g128", "--device", "gpu")
+    assert "--method is needed" in refusal("bench", "decode", "opt-30b", "--device", "cpu")
