@@ -38,7 +38,7 @@ def search(
     widths, sizes = _integers("--bits", bits), _integers("--groups", groups)
     from quantkit.search.job import Budget, search_settings
     from quantkit.search.job import search as find
-    from quantkit.search.plan import option_label
+    from quantkit.search.plan import optimality, option_label
     from quantkit.search.sizes import parse_bytes
     from quantkit.search.table import Option
 
@@ -63,7 +63,7 @@ def search(
         "bits per weight": f"{result.bits_per_weight:.4f} (codes, scales and offsets of the quantized layers)",
         "size": f"at most {result.bytes} bytes (all weight files)",
         "predicted KL": f"{result.plan.predicted_kl:.5f} nats per token",
-        "optimality": "proven best for the table" if not result.plan.gap else f"within {result.plan.gap:.3g} of best",
+        "optimality": optimality(result.plan.gap, max_kl is not None),
         "error table": str(result.table_file),
     }
     if result.measured_kl is not None:

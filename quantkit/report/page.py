@@ -21,6 +21,7 @@ from quantkit.report.figures import (
     search_figures,
 )
 from quantkit.report.sources import Sources, find_sources
+from quantkit.search.plan import optimality
 
 Document = Mapping[str, Any]
 
@@ -114,7 +115,7 @@ def _search(name: str, document: Document) -> str:
         "weight files": f"at most {document['bytes']} bytes",
         "predicted KL": f"{document['predicted_kl']:.5f} nats per token",
         "measured KL": "not measured" if measured is None else f"{measured:.5f} nats per token on calibration text",
-        "optimality": "proven best for the table" if not document["gap"] else f"within {document['gap']:.3g} of best",
+        "optimality": optimality(document["gap"], budget["kind"] == "kl"),
         "method": f"{document['method']} {document['settings'] or ''}",
         "calibration": f"{texts}: {calibration['tokens']} tokens in windows of {calibration['seq_len']}",
         "quantkit": document["quantkit"],

@@ -142,6 +142,12 @@ def option_label(option: Option) -> str:
     return f"q{option.weight_bits} " + ("row" if option.group_size < 0 else f"g{option.group_size}")
 
 
+def optimality(gap: float, smallest: bool) -> str:
+    """What is proven of a plan, for people; smallest: bytes were minimised at a given predicted KL, not KL itself."""
+    what = "size at this predicted KL" if smallest else "predicted KL at this size"
+    return f"{what} proven best for the table" if not gap else f"{what} within {gap:.3g} of best for the table"
+
+
 def _choose_by_type(problem: Problem, sizes: Costs, costs: Costs, limit: float) -> Plan | None:
     best: tuple[float, dict[str, Option]] | None = None
     for options in type_grid(problem):
