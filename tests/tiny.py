@@ -20,7 +20,10 @@ from transformers import (
 VOCABULARY = 320
 POSITIONS = 256
 
-_WORDS = "the model reads a line of text and then says what it thinks of every word that came before it".split()
+_WORDS = (
+    *("the", "model", "reads", "a", "line", "of", "text", "and", "then", "says"),
+    *("what", "it", "thinks", "of", "every", "word", "that", "came", "before", "it"),
+)
 
 CONFIGS: dict[str, PretrainedConfig] = {
     # 72 is no multiple of 64: the last group of a g = 64 row is shorter.
