@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from quantkit.cuda.capability import Capability, capabilities
+from quantkit.ops.bipolar_kernels import path_table
 
 # package -> (what it is for, the extra that installs it)
 _PACKAGES: dict[str, tuple[str, str]] = {
@@ -47,12 +48,13 @@ class Package:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU with its capability table."""
+    """One GPU with its capability table. bipolar_paths: (widths, kernel, why) for many tokens, every pair of widths."""
 
     name: str
     compute_capability: tuple[int, int]
     memory_bytes: int
     capabilities: tuple[Capability, ...]
+    bipolar_paths: tuple[tuple[str, str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,13 @@ def _package(name: str, purpose: str, extra: str) -> Package:
 def _gpu(index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
     compute_capability = (properties.major, properties.minor)
-    return Gpu(properties.name, compute_capability, properties.total_memory, capabilities(*compute_capability))
+    return Gpu(
+        properties.name,
+        compute_capability,
+        properties.total_memory,
+        capabilities(*compute_capability),
+        tuple(path_table(*compute_capability)),
+    )
 
 
 def _kernel_verdict(packages: tuple[Package, ...], gpus: tuple[Gpu, ...]) -> str:

@@ -32,4 +32,7 @@ def doctor(json_path: JsonOption = None) -> None:
             ["instruction", "support", "used by", "what follows"],
             [[c.unit, c.support.value, c.used_by, c.note] for c in gpu.capabilities],
         )
+        print_table(
+            "bipolar-INT with many tokens (few take the GEMV on planes)", ["widths", "path", "why"], gpu.bipolar_paths
+        )
     write_json(json_path, diagnosis.to_json())
