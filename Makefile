@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# one test process a core, one thread each: tiny tensors gain nothing from more
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
 READY := $(VENV)/.ready
 
 .PHONY: demo test test-all lint setup clean
@@ -18,10 +20,10 @@ demo: $(READY)
 	$(BIN)/python scripts/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 test-all: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff check .
