@@ -1,4 +1,4 @@
-# make demo   quantize a real 135M model end to end and print the result (about 5 minutes on 2 cores, after downloads)
+# make demo   quantize a real 135M model end to end and print the result (about 3 minutes on 2 cores, after downloads)
 # make test   the test suite; make test-all adds the runs of real models; make lint checks style and types
 # Each sets up what it needs in .venv first, from the versions pinned in constraints.txt.
 PYTHON ?= python3

@@ -46,7 +46,7 @@ def evaluate(model: str, work: Path) -> dict[str, Any]:
 
 def main() -> None:
     started = time.perf_counter()
-    table = Table(title=f"{MODEL}, text: pydoc (Python's documentation, also the calibration text)")
+    table = Table(title=f"{MODEL} on pydoc: calibrated on one part of it, evaluated on another", title_justify="left")
     for column in ("model", "bits/weight", "MB", "perplexity", "quantized in"):
         table.add_column(column, justify="left" if column == "model" else "right")
     with tempfile.TemporaryDirectory() as folder:
