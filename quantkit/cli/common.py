@@ -15,7 +15,7 @@ from rich.text import Text
 from quantkit.errors import QuantkitError
 
 EXIT_USER_ERROR = 2
-PIPED_WIDTH = 240
+PIPED_WIDTH = 500  # the widest table, inspect of flatten layers, takes 300
 
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the numbers as JSON.")]
 SetOption = Annotated[
