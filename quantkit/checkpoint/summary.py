@@ -49,6 +49,11 @@ class CheckpointSummary:
         return asdict(self)
 
 
+def layer_order(name: str) -> list[tuple[int, str]]:
+    """Sort key that puts block 2 before block 10; config.json holds the names in alphabetical order."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
 def summarize(folder: Path) -> CheckpointSummary:
     """Read a checkpoint's config, headers and report; no tensor is loaded.
 
@@ -56,7 +61,7 @@ def summarize(folder: Path) -> CheckpointSummary:
     """
     config, report = read_checkpoint(folder), read_report(folder).get("layers", {})
     layers = []
-    for name, layer in config.layers.items():
+    for name, layer in sorted(config.layers.items(), key=lambda item: layer_order(item[0])):
         row, size = FORMATS[format_name(layer.spec)], stored_bytes(layer.spec, layer.shape)
         measured = dict(report.get(name, {}))
         layers.append(
