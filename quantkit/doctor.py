@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantkit.cuda.capability import Capability, capabilities
+from quantkit.cuda.capability import GENERATIONS, Capability, capabilities
 from quantkit.ops.bipolar_kernels import path_table
 
 # package -> (what it is for, the extra that installs it)
@@ -59,13 +59,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything ``quantkit doctor`` prints."""
+    """Everything ``quantkit doctor`` prints. generations: the capability table of every known GPU generation."""
 
     python: str
     system: str
     torch_cuda: str | None
     packages: tuple[Package, ...]
     gpus: tuple[Gpu, ...]
+    generations: dict[str, tuple[Capability, ...]]
     kernels: str
 
     def to_json(self) -> Mapping[str, Any]:
@@ -83,6 +84,7 @@ def diagnose() -> Diagnosis:
         torch_cuda=torch.version.cuda,
         packages=packages,
         gpus=gpus,
+        generations={known.name: capabilities(*known.compute_capability) for known in GENERATIONS},
         kernels=_kernel_verdict(packages, gpus),
     )
 

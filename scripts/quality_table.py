@@ -109,7 +109,7 @@ def main() -> None:
         work = Path(folder)
         windows = ["--windows", str(CALIBRATION_WINDOWS), "--seq-len", str(CALIBRATION_SEQ_LEN)]
         calibrate = ["calibrate", options.model, "--text", options.calibration_text, *windows]
-        quantkit(*calibrate, "--out", str(work / "c.safetensors"), "--device", options.device)
+        quantkit(*calibrate, "--out", str(work / "c.safetensors"))
         document["calibrate_command"] = command(*calibrate, "--out", "c.safetensors", options=options)
         for recipe in [None, *options.recipes.split(",")]:
             if (recipe or "original") not in done:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from quantkit.cli.common import print_facts
+from quantkit.cli.common import JsonOption, check_json_path, print_facts, write_json
 from quantkit.errors import CalibrationError, DataError
 
 
@@ -19,13 +20,17 @@ def calibrate(
     windows: Annotated[int, typer.Option(min=1, help="Windows to draw, without overlap.")] = 128,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 2048,
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of windows and of the sampled rows.")] = 0,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
     merge: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A B", help="Merge two artifacts of one model instead.")
     ] = None,
+    json_path: JsonOption = None,
 ) -> None:
-    """Collect the statistics that quantization methods need, or merge two such artifacts."""
+    """Collect the statistics that quantization methods need, or merge two such artifacts.
+
+    Runs on the first GPU where there is one, else on the CPU (CUDA_VISIBLE_DEVICES decides what there is).
+    """
     _check_out(out)
+    check_json_path(json_path)
     if merge is not None:
         if model is not None or dataset is not None or text is not None:
             raise CalibrationError("--merge A B takes no model and no text; it reads both from the artifacts")
@@ -37,7 +42,7 @@ def calibrate(
         if model is None:
             raise DataError("name a MODEL to calibrate, or two artifacts with --merge A B")
         from quantkit.data.corpora import check_text, load_text
-        from quantkit.models.loading import load_model, resolve_model
+        from quantkit.models.loading import first_device, load_model, resolve_model
 
         check_text(dataset, text)
         resolve_model(model)
@@ -45,7 +50,7 @@ def calibrate(
         from quantkit.calibration.artifact import save_calibration
         from quantkit.calibration.runner import calibrate as collect
 
-        loaded, tokenizer = load_model(model, device=device)
+        loaded, tokenizer = load_model(model, device=first_device())
         result = collect(loaded, tokenizer, corpus, name=model, windows=windows, seq_len=seq_len, seed=seed)
     save_calibration(result, out)
     meta = result.meta
@@ -57,6 +62,19 @@ def calibrate(
             "tokens": f"{meta.tokens} ({len(result.windows)} windows of {meta.seq_len})",
             "text": ", ".join(f"{source.name} (sha256 {source.sha256}, seed {source.seed})" for source in meta.texts),
         }
+    )
+    write_json(
+        json_path,
+        {
+            "artifact": str(out),
+            "bytes": out.stat().st_size,
+            "model": meta.model,
+            "layers": len(result.layers),
+            "windows": len(result.windows),
+            "seq_len": meta.seq_len,
+            "tokens": meta.tokens,
+            "texts": [asdict(source) for source in meta.texts],
+        },
     )
 
 

@@ -25,6 +25,16 @@ def doctor(json_path: JsonOption = None) -> None:
         ["package", "version", "for", "if missing"],
         [[p.name, p.version or "missing", p.purpose, "" if p.version else p.pip_line] for p in diagnosis.packages],
     )
+    if not diagnosis.gpus:
+        columns = list(diagnosis.generations.values())
+        print_table(
+            "tensor-core instructions by GPU generation",
+            ["instruction", *diagnosis.generations, "used by"],
+            [
+                [row[0].unit, *(cell.support.value for cell in row), row[0].used_by]
+                for row in zip(*columns, strict=True)
+            ],
+        )
     for gpu in diagnosis.gpus:
         print_table(
             f"{gpu.name}, compute capability {gpu.compute_capability[0]}.{gpu.compute_capability[1]}, "

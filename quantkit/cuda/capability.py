@@ -142,6 +142,21 @@ def capabilities(major: int, minor: int) -> tuple[Capability, ...]:
     return tuple(_resolve(row, (major, minor)) for row in _ROWS)
 
 
+@dataclass(frozen=True)
+class Generation:
+    """GPUs that share a column of the table."""
+
+    name: str
+    compute_capability: ComputeCapability
+
+
+GENERATIONS = (
+    Generation("Ampere, Ada 8.x", (8, 0)),
+    Generation("Hopper 9.0", (9, 0)),
+    Generation("Blackwell 10.x, 12.x", (10, 0)),
+)
+
+
 def support(unit: str, major: int, minor: int) -> Support:
     """How one instruction of the table runs; kernels dispatch on this."""
     return next(row.support for row in capabilities(major, minor) if row.unit == unit)

@@ -81,6 +81,13 @@ def is_quantized(model: str | nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "quantization_config", None))
 
 
+def first_device() -> str:
+    """The first GPU where torch can use one, else the CPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> tuple[Any, Any]:
     """(model in eval mode on the device, tokenizer) of a folder, a hub id, the demo name or a quantkit checkpoint.
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 import quantkit
@@ -25,6 +26,17 @@ def test_doctor_names_what_is_missing_and_how_to_add_it(tmp_path: Path) -> None:
     assert packages["torch"]["version"]
     missing = [p for p in packages.values() if p["version"] is None]
     assert all(p["pip_line"] in result.stdout for p in missing)
+
+
+def test_doctor_shows_every_generation_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    lines = CliRunner().invoke(app, ["doctor"]).stdout.splitlines()
+    (wgmma,) = (line for line in lines if "wgmma b1" in line)
+    assert [word for word in wgmma.split() if word in ("native", "emulated", "missing")] == [
+        "missing",
+        "native",
+        "missing",
+    ]
 
 
 def test_program_runs_the_main_job_as_a_process(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

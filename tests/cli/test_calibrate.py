@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,10 +17,14 @@ SMALL = ("--windows", "3", "--seq-len", "64")
 
 def test_artifact_is_written_and_described(tiny_model: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "c.safetensors"
-    result = run("calibrate", tiny_model("opt"), "--text", text_file, *SMALL, "-o", out)
+    result = run("calibrate", tiny_model("opt"), "--text", text_file, *SMALL, "-o", out, "--json", tmp_path / "c.json")
     assert result.exit_code == 0, result.stderr
     assert "192 (3 windows of 64)" in result.stdout
     assert len(load_calibration(out).layers) == 12
+    numbers = json.loads((tmp_path / "c.json").read_text())
+    assert (numbers["layers"], numbers["windows"], numbers["seq_len"], numbers["tokens"]) == (12, 3, 64, 192)
+    assert numbers["bytes"] == out.stat().st_size
+    assert numbers["texts"][0]["sha256"] in result.stdout
 
 
 def test_merge_joins_two_artifacts(tiny_model: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
@@ -60,6 +65,7 @@ def test_existing_artifact_is_not_overwritten(
         (("MODEL", "-o", "c.bin"), "give it that suffix"),
         (("MODEL", "-o", "none/c.safetensors"), "does not exist"),
         (("MODEL", "-o", "c.safetensors"), "give either --dataset"),
+        (("MODEL", "--text", "TEXT", "-o", "c.safetensors", "--json", "none/c.json"), "does not exist"),
         (("MODEL", "--text", "none.txt", "-o", "c.safetensors"), "no such file"),
         (("MODEL", "--dataset", "c5", "-o", "c.safetensors"), "known are wikitext2, c4, pydoc"),
         (("/none/model", "--dataset", "pydoc", "-o", "c.safetensors"), "no such folder"),
@@ -73,6 +79,7 @@ def test_existing_artifact_is_not_overwritten(
         "suffix",
         "no-folder",
         "no-text",
+        "no-json-folder",
         "missing-text",
         "unknown-dataset",
         "missing-model",
