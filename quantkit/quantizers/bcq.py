@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -65,10 +66,17 @@ class Coding:
         """[G, 2**q]: the value of every code."""
         return self.scales.t() @ sign_table(self.scales) + self.offset[:, None]
 
+    @cached_property
+    def _sorted(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rising levels [G, 2**q], their codes, and the middles between them: once for all columns of a group."""
+        levels, order = self.levels().sort(dim=-1)
+        return levels, order, (levels[:, 1:] + levels[:, :-1]) / 2
+
     def nearest(self, values: Tensor) -> Nearest:
         """The nearest level to each of values [G, g]."""
-        levels, order = self.levels().sort(dim=-1)
-        middles = (levels[:, 1:] + levels[:, :-1]) / 2
+        levels, order, middles = self._sorted
+        if values.shape[1] == 1:  # compensation, column after column: two operations instead of six per bit
+            return Nearest((values > middles).sum(dim=-1, keepdim=True), order, levels)
         rank = torch.zeros(values.shape, dtype=torch.int64, device=values.device)
         # Halving the sorted levels: q gathers, a third of the time of torch.searchsorted on rows this short.
         for bit in reversed(range(self.scales.shape[0])):
@@ -184,10 +192,11 @@ def alternate(values: Tensor, importance: Tensor, start: Coding, rounds: int, *,
 
     Returns the coding of least error seen per group, as stored in fp16, and that error [G].
     """
-    best = start.stored()
-    nearest = best.nearest(values)
+    current = start.stored()
+    best = Coding(current.scales.clone(), current.offset.clone())  # written to below
+    nearest = current.nearest(values)
     least = weighted_error(nearest.levels(), values, importance)
-    active, current = torch.arange(values.shape[0], device=values.device), best
+    active = torch.arange(values.shape[0], device=values.device)
     for _ in range(rounds):
         current = refit_scales(values, importance, nearest, current, offset=offset).stored()
         nearest = current.nearest(values)

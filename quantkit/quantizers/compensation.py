@@ -145,7 +145,9 @@ def _descend_codes(
         stop = min(first + _BLOCK_COLUMNS, columns)
         moved = torch.zeros(stop - first, weight.shape[0], device=weight.device)
         for k in range(first, stop):
-            levels = coder(start.scales[:, :, k // start.width].float(), start.offset[:, k // start.width].float())
+            if k % start.width == 0:
+                group = k // start.width
+                levels = coder(start.scales[:, :, group].float(), start.offset[:, group].float())
             residual = pressure[:, k] - hessian[first:k, k] @ moved[: k - first]
             found, nearest = levels.encode((values[:, k] + residual / diagonal[k])[:, None])
             moved[k - first] = nearest[:, 0] - values[:, k]
