@@ -3,7 +3,8 @@
 python scripts/quality_table.py MODEL --text wiki.test.jsonl --calibration-text c4.txt --recipes bcq-w4-g128,...
     --seq-len 2048 --max-windows 8 --json docs/results/quality-MODEL.json
 
-Rows already in the JSON file are kept, so an interrupted run goes on where it stopped. Prints a Markdown table.
+A recipe may carry settings: bcq-w4-g128+group_size=64. Rows already in the JSON file are kept, so an interrupted run
+goes on where it stopped, or on another machine: each row says where it was measured. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 CALIBRATION_WINDOWS, CALIBRATION_SEQ_LEN = 32, 512
 
 
-def quantkit(*arguments: str) -> float:
+def run(*arguments: str) -> float:
     """Run one command, its output on the terminal; seconds it took."""
     print("$ quantkit", *arguments, file=sys.stderr, flush=True)
     started = time.perf_counter()
@@ -33,6 +34,8 @@ def quantkit(*arguments: str) -> float:
 
 def command(*arguments: str, options: argparse.Namespace) -> list[str]:
     """The command as a reader would type it: file names without this machine's folders."""
+    if options.device != "cpu" and arguments[0] != "calibrate":  # which takes the GPU by itself
+        arguments = (*arguments, "--device", options.device)
     known = {options.text: Path(options.text).name, options.calibration_text: Path(options.calibration_text).name}
     known[options.model] = options.name
     return ["quantkit", *(known.get(argument, argument) for argument in arguments)]
@@ -40,27 +43,20 @@ def command(*arguments: str, options: argparse.Namespace) -> list[str]:
 
 def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict[str, Any]:
     """One row: quantize (unless recipe is None, the original) and evaluate."""
-    evaluated, row = options.model, {"recipe": recipe or "original"}
+    evaluated, row = options.model, {"recipe": recipe or "original", "environment": environment(options.device)}
     if recipe:
         evaluated = str(work / recipe)
         out = ["--out", evaluated, "--json", str(work / "quantize.json")]
-        arguments = ["quantize", options.model, "--recipe", recipe, "--calibration", str(work / "c.safetensors")]
-        row["quantize_wall_seconds"] = quantkit(*arguments, *out, "--device", options.device)
+        name, *settings = recipe.split("+")
+        chosen = ["--recipe", name, *(part for setting in settings for part in ("--set", setting))]
+        arguments = ["quantize", options.model, *chosen, "--calibration", str(options.calibration)]
+        row["quantize_wall_seconds"] = run(*arguments, *out, "--device", options.device)
         numbers = json.loads((work / "quantize.json").read_text())
         row |= {key: numbers[key] for key in ("bits_per_weight", "bytes", "seconds")}
-        row["quantize_command"] = command(
-            "quantize",
-            options.model,
-            "--recipe",
-            recipe,
-            "--calibration",
-            "c.safetensors",
-            "--out",
-            recipe,
-            options=options,
-        )
+        shown = ["quantize", options.model, *chosen, "--calibration", "c.safetensors", "--out", recipe]
+        row["quantize_command"] = command(*shown, options=options)
     text = ["--text", options.text, "--seq-len", str(options.seq_len), "--max-windows", str(options.max_windows)]
-    quantkit("eval", "perplexity", evaluated, *text, "--device", options.device, "--json", str(work / "eval.json"))
+    run("eval", "perplexity", evaluated, *text, "--device", options.device, "--json", str(work / "eval.json"))
     row["evaluation"] = json.loads((work / "eval.json").read_text())
     del row["evaluation"]["model"]  # a folder of this machine
     row["evaluate_command"] = command("eval", "perplexity", recipe or options.model, *text, options=options)
@@ -71,10 +67,12 @@ def environment(device: str) -> dict[str, Any]:
     """What the figures depend on besides the commands."""
     import torch
 
-    names = ("quantkit", "torch", "transformers", "datasets")
-    packages = {name: version(name) for name in names}
+    import quantkit
+
+    packages = {"quantkit": quantkit.__version__} | {name: version(name) for name in ("torch", "transformers")}
     machine = torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine()
-    return {"machine": machine, "cores": os.cpu_count(), "python": platform.python_version(), "packages": packages}
+    place = {"device": device, "machine": machine, "cores": os.cpu_count()}
+    return {**place, "python": platform.python_version(), "packages": packages}
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -89,12 +87,22 @@ def markdown(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def calibrate(options: argparse.Namespace) -> list[str]:
+    """The command that makes the calibration; run where the artifact is not there yet."""
+    windows = ["--windows", str(CALIBRATION_WINDOWS), "--seq-len", str(CALIBRATION_SEQ_LEN)]
+    arguments = ["calibrate", options.model, "--text", options.calibration_text, *windows]
+    if not options.calibration.exists():
+        run(*arguments, "--out", str(options.calibration))
+    return command(*arguments, "--out", "c.safetensors", options=options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--name", help="how the model is called in the results; by default as given")
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration-text", required=True)
+    parser.add_argument("--calibration", type=Path, help="artifact to use again, or to keep")
     parser.add_argument("--recipes", required=True, help="comma-separated")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--max-windows", type=int, default=8)
@@ -103,14 +111,12 @@ def main() -> None:
     options = parser.parse_args()
     options.name = options.name or options.model
     document = json.loads(options.json.read_text()) if options.json.exists() else {"rows": []}
-    document |= {"model": options.name, "environment": environment(options.device)}
+    document["model"] = options.name
     done = {row["recipe"] for row in document["rows"]}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        windows = ["--windows", str(CALIBRATION_WINDOWS), "--seq-len", str(CALIBRATION_SEQ_LEN)]
-        calibrate = ["calibrate", options.model, "--text", options.calibration_text, *windows]
-        quantkit(*calibrate, "--out", str(work / "c.safetensors"))
-        document["calibrate_command"] = command(*calibrate, "--out", "c.safetensors", options=options)
+        options.calibration = options.calibration or work / "c.safetensors"
+        document["calibrate_command"] = calibrate(options)
         for recipe in [None, *options.recipes.split(",")]:
             if (recipe or "original") not in done:
                 document["rows"].append(measure(options, recipe, work))

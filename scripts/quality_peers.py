@@ -1,0 +1,206 @@
+"""Perplexity of other toolkits' quantizers, measured by quantkit beside its own: only the quantizer differs.
+
+pip install hqq gptqmodel
+python scripts/quality_peers.py MODEL --text wiki.test.jsonl --calibration c.safetensors
+    --peers hqq:4:128,gptq:4:128,gptq:3:128 --seq-len 2048 --max-windows 8 --json docs/results/quality-peers.json
+
+A peer is NAME:BITS:GROUP. Its weights are dequantized into a copy of the model, which ``quantkit eval perplexity`` then
+reads. Calibration windows are those of the quantkit artifact, so that every method has seen the same tokens. Rows
+already in the JSON file are kept. GPTQModel needs GPTQMODEL_CPU_WORKERS=2 in the environment on machines of few cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import quantkit
+from quantkit.calibration.artifact import load_calibration
+from quantkit.models.families import block_linears, linear_weight
+from quantkit.models.loading import load_model
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to call a peer."""
+
+    peer: str
+    bits: int
+    group_size: int
+
+    @property
+    def label(self) -> str:
+        """NAME:BITS:GROUP."""
+        return f"{self.peer}:{self.bits}:{self.group_size}"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """package: on PyPI. quantize: (model folder, windows [n, seq_len], setting, device) -> weights [N, K] by layer.
+
+    group_bits: (bits) -> bits stored per group besides the codes. how: the call, for the record.
+    """
+
+    package: str
+    quantize: Callable[[str, Tensor, Setting, str], Mapping[str, Tensor]]
+    group_bits: Callable[[int], int]
+    how: str
+
+
+def hqq(model: str, _windows: Tensor, setting: Setting, device: str) -> dict[str, Tensor]:
+    """HQQ needs no calibration text."""
+    from hqq.core.quantize import Quantizer
+
+    loaded, _ = load_model(model, dtype=torch.float32, device=device)
+    weights = {}
+    for name, module in block_linears(loaded).items():
+        codes, meta = Quantizer.quantize(
+            linear_weight(module).detach(),
+            nbits=setting.bits,
+            group_size=setting.group_size,
+            axis=1,
+            compute_dtype=torch.float16,
+            device=device,
+        )
+        weights[name] = Quantizer.dequantize(codes, meta).float()
+    return weights
+
+
+def gptq(model: str, windows: Tensor, setting: Setting, device: str) -> dict[str, Tensor]:
+    """GPTQModel with its defaults (group-aware activation order), but asymmetric grids."""
+    from gptqmodel import GPTQModel, QuantizeConfig
+
+    config = QuantizeConfig(bits=setting.bits, group_size=setting.group_size, sym=False, offload_to_disk=False)
+    peer = GPTQModel.load(model, config, dtype=torch.float32, device=device)
+    rows = [{"input_ids": row[None].long(), "attention_mask": torch.ones_like(row[None])} for row in windows]
+    peer.quantize(rows, batch_size=1)
+    found = {name: module for name, module in peer.model.named_modules() if hasattr(module, "dequantize_weight")}
+    return {name: module.dequantize_weight().detach().t().float() for name, module in found.items()}
+
+
+PEERS = {
+    "hqq": Peer("hqq", hqq, lambda bits: 32, "Quantizer.quantize(weight, nbits, group_size, axis=1)"),
+    "gptq": Peer("gptqmodel", gptq, lambda bits: 16 + bits, "QuantizeConfig(bits, group_size, sym=False)"),
+}
+
+
+def check(settings: list[Setting]) -> None:
+    """Exit with one line where a peer is unknown or not installed."""
+    for setting in settings:
+        peer = PEERS.get(setting.peer)
+        if peer is None:
+            sys.exit(f"--peers {setting.peer}: known are {', '.join(PEERS)}")
+        if importlib.util.find_spec(peer.package) is None:
+            sys.exit(f"--peers {setting.peer}: {peer.package} is not installed: pip install {peer.package}")
+
+
+def bits_per_weight(shapes: Mapping[str, torch.Size], setting: Setting) -> float:
+    """Codes, scales and zeros over weights; the last group of a row may be narrower."""
+    extra = PEERS[setting.peer].group_bits(setting.bits)
+    bits = sum(
+        rows * (columns * setting.bits + -(-columns // setting.group_size) * extra) for rows, columns in shapes.values()
+    )
+    return bits / sum(shape.numel() for shape in shapes.values())
+
+
+def replaced(model: str, weights: Mapping[str, Tensor], folder: Path) -> dict[str, torch.Size]:
+    """Write the model with these weights instead of its own, in fp32; the shapes of the layers."""
+    loaded, tokenizer = load_model(model, dtype=torch.float32)
+    layers = block_linears(loaded)
+    absent = layers.keys() ^ weights.keys()
+    if absent:
+        sys.exit(f"{min(absent)}: quantized by one of peer and quantkit only; the two cannot be compared")
+    for name, module in layers.items():
+        target = linear_weight(module)
+        target.data.copy_(weights[name].to(target.device))
+    loaded.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {name: linear_weight(module).shape for name, module in layers.items()}
+
+
+def measure(options: argparse.Namespace, setting: Setting, work: Path) -> dict[str, Any]:
+    """One row: quantize by the peer, then evaluate by quantkit."""
+    peer, folder = PEERS[setting.peer], work / setting.label.replace(":", "-")
+    windows = load_calibration(options.calibration).windows
+    started = time.perf_counter()
+    weights = peer.quantize(options.model, windows, setting, options.device)
+    seconds = time.perf_counter() - started
+    shapes = replaced(options.model, weights, folder)
+    text = ["--text", options.text, "--seq-len", str(options.seq_len), "--max-windows", str(options.max_windows)]
+    evaluate = ["eval", "perplexity", str(folder), *text, "--device", options.device, "--json", str(work / "e.json")]
+    subprocess.run([sys.executable, "-m", "quantkit", *evaluate], check=True, stdout=sys.stderr)
+    evaluation = json.loads((work / "e.json").read_text())
+    del evaluation["model"]  # a folder of this machine
+    return {
+        "model": options.name,
+        "peer": setting.label,
+        "call": peer.how,
+        "bits_per_weight": bits_per_weight(shapes, setting),
+        "seconds": seconds,
+        "evaluation": evaluation,
+        "environment": environment(options.device, peer.package),
+    }
+
+
+def environment(device: str, package: str) -> dict[str, Any]:
+    """What the figures depend on besides the settings."""
+    packages = {name: version(name) for name in ("torch", "transformers", package)}
+    machine = torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine()
+    place = {"device": device, "machine": machine, "cores": os.cpu_count(), "python": platform.python_version()}
+    return {**place, "packages": {"quantkit": quantkit.__version__, **packages}}
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table."""
+    lines = ["| model | peer | bits/weight | perplexity | quantize s |", "| --- | --- | ---: | ---: | ---: |"]
+    for row in rows:
+        value = f"{row['evaluation']['perplexity']:.2f} ± {row['evaluation']['stderr']:.2f}"
+        lines.append(
+            f"| {row['model']} | {row['peer']} | {row['bits_per_weight']:.2f} | {value} | {row['seconds']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a folder")
+    parser.add_argument("--name", help="how the model is called in the results; by default as given")
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--calibration", type=Path, required=True, help="artifact of quantkit calibrate")
+    parser.add_argument("--peers", required=True, help="comma-separated NAME:BITS:GROUP")
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--max-windows", type=int, default=8)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    options.name = options.name or options.model
+    parts = [entry.split(":") for entry in options.peers.split(",")]
+    settings = [Setting(name, int(bits), int(group)) for name, bits, group in parts]
+    check(settings)
+    document = json.loads(options.json.read_text()) if options.json.exists() else {"rows": []}
+    done = {(row["model"], row["peer"]) for row in document["rows"]}
+    with tempfile.TemporaryDirectory() as folder:
+        for setting in settings:
+            if (options.name, setting.label) not in done:
+                document["rows"].append(measure(options, setting, Path(folder)))
+                options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(markdown(document["rows"]))
+
+
+if __name__ == "__main__":
+    main()
