@@ -43,7 +43,8 @@ def command(*arguments: str, options: argparse.Namespace) -> list[str]:
 
 def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict[str, Any]:
     """One row: quantize (unless recipe is None, the original) and evaluate."""
-    evaluated, row = options.model, {"recipe": recipe or "original", "environment": environment(options.device)}
+    evaluated = options.model
+    row: dict[str, Any] = {"recipe": recipe or "original", "environment": environment(options.device)}
     if recipe:
         evaluated = str(work / recipe)
         out = ["--out", evaluated, "--json", str(work / "quantize.json")]
