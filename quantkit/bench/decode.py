@@ -100,7 +100,7 @@ def parameter_count(shape: ModelShape) -> int:
     """Weights of the decoder blocks, the embedding and the output layer."""
     kv = shape.kv_heads * shape.head_dim
     attention = 2 * shape.hidden * shape.hidden + 2 * shape.hidden * kv
-    ffn = (2 if shape.family == "opt" else 3) * shape.hidden * shape.ffn
+    ffn = (3 if shape.family == "llama" else 2) * shape.hidden * shape.ffn
     return shape.layers * (attention + ffn) + shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
 
 
@@ -112,8 +112,16 @@ def _fits(shape: ModelShape, device: torch.device) -> bool:
 
 
 def _config(shape: ModelShape) -> Any:
-    from transformers import LlamaConfig, OPTConfig
+    from transformers import BloomConfig, LlamaConfig, OPTConfig
 
+    if shape.family == "bloom":  # four times as wide between, no limit of positions
+        return BloomConfig(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.hidden,
+            n_layer=1,
+            n_head=shape.heads,
+            tie_word_embeddings=shape.tied,
+        )
     common: dict[str, Any] = {
         "hidden_size": shape.hidden,
         "num_hidden_layers": 1,

@@ -24,7 +24,7 @@ class LinearShape:
 class ModelShape:
     """A decoder by its sizes.
 
-    family: opt or llama. head_dim times heads is the width of q. kv_heads: heads of k and v.
+    family: bloom, llama or opt. head_dim times heads is the width of q. kv_heads: heads of k and v.
     """
 
     family: str
@@ -47,6 +47,7 @@ def _opt(layers: int, hidden: int, heads: int) -> ModelShape:
 
 
 MODELS: dict[str, ModelShape] = {
+    "bloom-7b": ModelShape("bloom", 30, 4096, 4 * 4096, 32, 32, 250880, tied=True),
     "opt-6.7b": _opt(32, 4096, 32),
     "opt-13b": _opt(40, 5120, 40),
     "opt-30b": _opt(48, 7168, 56),
@@ -79,6 +80,13 @@ PAPER_SHAPES: dict[str, tuple[LinearShape, ...]] = {
 def model_linears(model: ModelShape) -> tuple[LinearShape, ...]:
     """The different Linears of one decoder block."""
     hidden, ffn = model.hidden, model.ffn
+    if model.family == "bloom":
+        return (
+            LinearShape("query_key_value", 3 * hidden, hidden),
+            LinearShape("dense", hidden, hidden),
+            LinearShape("dense_h_to_4h", ffn, hidden),
+            LinearShape("dense_4h_to_h", hidden, ffn),
+        )
     if model.family == "opt":
         return (
             LinearShape("q, k, v, out_proj", hidden, hidden),

@@ -18,12 +18,12 @@ CPU = torch.device("cpu")
 TINY = ModelShape("llama", layers=3, hidden=64, ffn=96, heads=4, kv_heads=2, vocabulary=100)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
-def test_shaped_model_has_its_layers_packed(family: str) -> None:
-    shape = replace(TINY, family=family, kv_heads=4 if family == "opt" else 2)
+@pytest.mark.parametrize(("family", "linears"), [("llama", 7), ("opt", 6), ("bloom", 4)])
+def test_shaped_model_has_its_layers_packed(family: str, linears: int) -> None:
+    shape = replace(TINY, family=family, kv_heads=2 if family == "llama" else 4)
     model = shaped_model(shape, CPU, BcqSpec(2, 32, offset=True))
     packed = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    assert len(packed) == 3 * (6 if family == "opt" else 7)
+    assert len(packed) == 3 * linears
     assert len({module.tensors["signs"].data_ptr() for module in packed}) == len(packed)
     assert weight_bytes(model) < sum(p.numel() * p.dtype.itemsize for p in model.parameters())
 
