@@ -100,10 +100,16 @@ def _check_calibration(
 
 def _check_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        peak = parameter.detach().abs().max().item() if parameter.numel() else 0.0
+        peak = _largest_magnitude(parameter.detach()) if parameter.numel() else 0.0
         if not peak <= _LARGEST:  # also true of NaN
             what = f"|w| up to {peak:.3g}, beyond fp16" if peak > _LARGEST and peak != float("inf") else "NaN or Inf"
             raise StatsError(f"{name}: its weights hold {what}; the checkpoint is damaged or diverged")
+
+
+def _largest_magnitude(values: Tensor) -> float:
+    """max |x|, NaN where there is one; abs() would hold a copy of the largest matrix, the embedding."""
+    low, high = torch.aminmax(values)
+    return torch.maximum(-low, high).item()
 
 
 def _transform(
