@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 CALIBRATION_WINDOWS, CALIBRATION_SEQ_LEN = 32, 512
+ARTIFACT = "c.safetensors"
 
 
 def run(*arguments: str) -> float:
@@ -47,18 +48,19 @@ def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict
     row: dict[str, Any] = {"recipe": recipe or "original", "environment": environment(options.device)}
     if recipe:
         evaluated = str(work / recipe)
-        out = ["--out", evaluated, "--json", str(work / "quantize.json")]
+        out = ["--out", evaluated, "--json", f"{evaluated}.quantize.json"]
         name, *settings = recipe.split("+")
         chosen = ["--recipe", name, *(part for setting in settings for part in ("--set", setting))]
-        arguments = ["quantize", options.model, *chosen, "--calibration", str(options.calibration)]
+        arguments = ["quantize", options.model, *chosen, "--calibration", str(work / ARTIFACT)]
         row["quantize_wall_seconds"] = run(*arguments, *out, "--device", options.device)
-        numbers = json.loads((work / "quantize.json").read_text())
+        numbers = json.loads(Path(f"{evaluated}.quantize.json").read_text())
         row |= {key: numbers[key] for key in ("bits_per_weight", "bytes", "seconds")}
-        shown = ["quantize", options.model, *chosen, "--calibration", "c.safetensors", "--out", recipe]
+        shown = ["quantize", options.model, *chosen, "--calibration", ARTIFACT, "--out", recipe]
         row["quantize_command"] = command(*shown, options=options)
     text = ["--text", options.text, "--seq-len", str(options.seq_len), "--max-windows", str(options.max_windows)]
-    run("eval", "perplexity", evaluated, *text, "--device", options.device, "--json", str(work / "eval.json"))
-    row["evaluation"] = json.loads((work / "eval.json").read_text())
+    score = work / f"{row['recipe']}.eval.json"
+    run("eval", "perplexity", evaluated, *text, "--device", options.device, "--json", str(score))
+    row["evaluation"] = json.loads(score.read_text())
     del row["evaluation"]["model"]  # a folder of this machine
     row["evaluate_command"] = command("eval", "perplexity", recipe or options.model, *text, options=options)
     return row
@@ -88,13 +90,13 @@ def markdown(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def calibrate(options: argparse.Namespace) -> list[str]:
+def calibrate(options: argparse.Namespace, work: Path) -> list[str]:
     """The command that makes the calibration; run where the artifact is not there yet."""
     windows = ["--windows", str(CALIBRATION_WINDOWS), "--seq-len", str(CALIBRATION_SEQ_LEN)]
     arguments = ["calibrate", options.model, "--text", options.calibration_text, *windows]
-    if not options.calibration.exists():
-        run(*arguments, "--out", str(options.calibration))
-    return command(*arguments, "--out", "c.safetensors", options=options)
+    if not (work / ARTIFACT).exists():
+        run(*arguments, "--out", str(work / ARTIFACT))
+    return command(*arguments, "--out", ARTIFACT, options=options)
 
 
 def main() -> None:
@@ -103,7 +105,7 @@ def main() -> None:
     parser.add_argument("--name", help="how the model is called in the results; by default as given")
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration-text", required=True)
-    parser.add_argument("--calibration", type=Path, help="artifact to use again, or to keep")
+    parser.add_argument("--work", type=Path, help="folder to keep the calibration and the checkpoints in")
     parser.add_argument("--recipes", required=True, help="comma-separated")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--max-windows", type=int, default=8)
@@ -115,9 +117,9 @@ def main() -> None:
     document["model"] = options.name
     done = {row["recipe"] for row in document["rows"]}
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        options.calibration = options.calibration or work / "c.safetensors"
-        document["calibrate_command"] = calibrate(options)
+        work = options.work or Path(folder)
+        work.mkdir(parents=True, exist_ok=True)
+        document["calibrate_command"] = calibrate(options, work)
         for recipe in [None, *options.recipes.split(",")]:
             if (recipe or "original") not in done:
                 document["rows"].append(measure(options, recipe, work))

@@ -114,7 +114,7 @@ def tasks(
         Path | None, typer.Option(help="Folder of local .jsonl files for the five tasks above; no network needed.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first examples of every task.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Requests at once.")] = 8,
+    batch_size: Annotated[int | None, typer.Option(help="Requests at once; by default 8, on a GPU 64.")] = None,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
     json_path: JsonOption = None,
 ) -> None:

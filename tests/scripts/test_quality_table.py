@@ -49,7 +49,7 @@ def test_rows_say_where_and_how(
     kept = {"recipe": "original", "environment": {"device": "elsewhere"}, "evaluation": score}
     document.write_text(json.dumps({"rows": [kept]}))
     arguments = [str(tiny_model("opt")), "--name", "tiny", "--text", str(text_file), "--seq-len", "16"]
-    arguments += ["--calibration-text", str(text_file), "--calibration", str(tmp_path / "c.safetensors")]
+    arguments += ["--calibration-text", str(text_file), "--work", str(tmp_path / "work")]
     arguments += ["--recipes", "rtn-w4-g128+group_size=32", "--max-windows", "2", "--json", str(document)]
     monkeypatch.setattr(sys, "argv", ["quality_table.py", *arguments])
     table.main()
@@ -64,4 +64,4 @@ def test_rows_say_where_and_how(
     assert "model" not in row["evaluation"]
     assert row["evaluation"]["perplexity"] > 1
     assert f"| rtn-w4-g128+group_size=32 | {row['bits_per_weight']:.2f} |" in capsys.readouterr().out
-    assert (tmp_path / "c.safetensors").exists()
+    assert (tmp_path / "work" / "rtn-w4-g128+group_size=32" / "config.json").exists()
