@@ -30,10 +30,12 @@ __device__ __forceinline__ void storeEight(void* weight, size_t index, const flo
 
 }  // namespace
 
-template <int kBits>  // planes
+template <int kBits,       // planes
+          int kScaleBits>  // 16 or 8
 __global__ void __launch_bounds__(256, 2)
 bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
-              const uint16* __restrict__ scales,   // scale tiles
+              const typename StoredScale<kScaleBits>::Type* __restrict__ scales,  // scale tiles
+              const uint16* __restrict__ factors,  // factor tiles; null with fp16 scales
               void* __restrict__ weight,           // [rows, columns]
               int rows, int columns,
               int groups,                          // scale groups per row
@@ -55,6 +57,7 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
 #pragma unroll
     for (int part = 0; part < kWordsPerTileRow / kTileQuads * 2; ++part) {  // x, y, z, w of the lane's words
         const int row = g + (part / 2) * 8, n = rowTile * kTileRows + row;
+        const float factor = rowFactor<kScaleBits>(factors, rowTile, row);
 #pragma unroll 1
         for (int owner = 0; owner < kTileQuads; ++owner) {
             const int word = owner + (part % 2) * kTileQuads;
@@ -68,19 +71,19 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
             }
             if (n >= rows || column >= columns) continue;
             const int group = column / groupSize;
-            const uint16* entry = scales + scaleIndex(rowTile, groups, group, row, entries, 0);
+            const auto* entry = scales + scaleIndex(rowTile, groups, group, row, entries, 0);
             float values[kColumnsPerLane];
-            const float offset = entries > kBits ? halfToFloat(entry[kBits * kLaneRows]) : 0.0f;
+            const float offset = entries > kBits ? offsetValue<kScaleBits>(entry[kBits * kLaneRows]) : 0.0f;
 #pragma unroll
             for (int c = 0; c < kColumnsPerLane; ++c) values[c] = 0.0f;
 #pragma unroll
             for (int i = 0; i < kBits; ++i) {
-                const float scale = halfToFloat(entry[i * kLaneRows]);
+                const float scale = scaleValue<kScaleBits>(entry[i * kLaneRows]);
 #pragma unroll
                 for (int c = 0; c < kColumnsPerLane; ++c) values[c] += (bytes[i] >> c) & 1 ? scale : -scale;
             }
 #pragma unroll
-            for (int c = 0; c < kColumnsPerLane; ++c) values[c] += offset;
+            for (int c = 0; c < kColumnsPerLane; ++c) values[c] = (values[c] + offset) * factor;
             storeEight(weight, size_t(n) * columns + column, values, columns - column, dtype, vectors);
         }
     }

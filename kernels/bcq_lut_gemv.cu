@@ -27,13 +27,15 @@ __device__ __forceinline__ uint32 wordOf(const uint4& words, int part) {
 
 }  // namespace
 
-template <int kBits,    // planes of the weight
-          bool kFine>   // groups narrower than a word or not made of whole words: one scale per byte
+template <int kBits,       // planes of the weight
+          bool kFine,      // groups narrower than a word or not made of whole words: one scale per byte
+          int kScaleBits>  // 16 or 8
 __global__ void __launch_bounds__(kThreads, 3)
-bcqLutGemv(const uint4* __restrict__ tiles,    // sign tiles
-           const uint16* __restrict__ scales,  // scale tiles
-           const uint16* __restrict__ x,       // [tokens, columns], fp16 or bf16
-           float* __restrict__ partial,        // [gridDim.y, tokens, rows]
+bcqLutGemv(const uint4* __restrict__ tiles,     // sign tiles
+           const typename StoredScale<kScaleBits>::Type* __restrict__ scales,  // scale tiles
+           const uint16* __restrict__ factors,  // factor tiles; null with fp16 scales
+           const uint16* __restrict__ x,        // [tokens, columns], fp16 or bf16
+           float* __restrict__ partial,         // [gridDim.y, tokens, rows]
            int rows, int columns,
            int groups, int groupSize,
            int entries,                        // kBits, or kBits + 1 with an offset
@@ -91,8 +93,7 @@ bcqLutGemv(const uint4* __restrict__ tiles,    // sign tiles
                 for (int chunk = 0; chunk < kChunks; ++chunk) {
                     const int column = kTile * kTileColumns + word * kBitsPerWord + chunk * kLutWidth;
                     const int group = min(column / groupSize, groups - 1);
-                    const uint16* scale =
-                        scales + scaleIndex(rowTile, groups, group, g + part / 2 * 8, entries, 0);
+                    const auto* scale = scales + scaleIndex(rowTile, groups, group, g + part / 2 * 8, entries, 0);
                     constexpr int kBytes = kTablesPerWord / kChunks;
 #pragma unroll
                     for (int i = 0; i < kBits; ++i) {
@@ -103,7 +104,7 @@ bcqLutGemv(const uint4* __restrict__ tiles,    // sign tiles
                             const uint32 key = wordOf(words[i], part) >> (byte * kLutWidth) & (kLutEntries - 1);
                             found += table[byte * kLutEntries + key];
                         }
-                        sums[part / 2] += halfToFloat(scale[i * kLaneRows]) * found;
+                        sums[part / 2] += scaleValue<kScaleBits>(scale[i * kLaneRows]) * found;
                     }
                     if (entries > kBits) {
                         float plain = 0.0f;
@@ -111,7 +112,7 @@ bcqLutGemv(const uint4* __restrict__ tiles,    // sign tiles
                         for (int b = 0; b < kBytes; ++b) {
                             plain += table[(chunk * kBytes + b) * kLutEntries + kLutEntries - 1];
                         }
-                        sums[part / 2] += halfToFloat(scale[kBits * kLaneRows]) * plain;
+                        sums[part / 2] += offsetValue<kScaleBits>(scale[kBits * kLaneRows]) * plain;
                     }
                 }
             }
@@ -121,7 +122,9 @@ bcqLutGemv(const uint4* __restrict__ tiles,    // sign tiles
         for (int half = 0; half < 2; ++half) {
             const float total = laneSum<1, kTileQuads>(sums[half]);
             const int local = g + half * 8;
-            if (quad == 0 && rowTile * kTileRows + local < rows) target[local] = total;
+            if (quad == 0 && rowTile * kTileRows + local < rows) {
+                target[local] = total * rowFactor<kScaleBits>(factors, rowTile, local);
+            }
         }
     }
 }

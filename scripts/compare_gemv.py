@@ -22,6 +22,7 @@ from quantkit.bench.report import environment, to_json
 from quantkit.bench.shapes import parse_shapes
 from quantkit.bench.timing import measure, rotation_length
 from quantkit.ops.bcq_cuda import lut_gemv
+from quantkit.ops.bcq_tiles import BcqTiles
 
 CUDA = torch.device("cuda")
 GROUP = 128
@@ -58,7 +59,8 @@ def lookup(bits: int, size: int) -> float:
     def call() -> Callable[[], Any]:
         tiles = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=CUDA)
         scales = torch.rand(size // 16, size // GROUP, 8, bits, 2, device=CUDA).half()
-        return lambda: lut_gemv(x, tiles, scales, None, size, GROUP, settled=True)
+        weight = BcqTiles(tiles, scales, None, size, size, GROUP)
+        return lambda: lut_gemv(x, weight, None, settled=True)
 
     calls = [call() for _ in range(count)]
     torch.cuda.synchronize()

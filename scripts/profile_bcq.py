@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quantkit.ops.bcq_cuda import binary_gemv
+from quantkit.ops.bcq_tiles import BcqTiles
 
 
 def main() -> None:
@@ -13,7 +14,8 @@ def main() -> None:
         shape = (size // 16, size // 256, bits, 128)
         tiles = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=device)
         scales = torch.rand(size // 16, size // 128, 8, bits, 2, device=device).half()
-        binary_gemv(torch.randn(1, size, device=device).half(), tiles, scales, None, size, 128)
+        weight = BcqTiles(tiles, scales, None, size, size, 128)
+        binary_gemv(torch.randn(1, size, device=device).half(), weight, None)
     torch.cuda.synchronize()
 
 

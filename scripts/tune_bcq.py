@@ -18,6 +18,7 @@ from quantkit.bench.timing import measure, rotation_length
 from quantkit.cuda.bcq_units import BinaryTile, binary_tile, tokens_at_once
 from quantkit.errors import KernelError
 from quantkit.ops.bcq_cuda import binary_gemv, binary_segment, compute_capability, lut_gemv
+from quantkit.ops.bcq_tiles import BcqTiles
 
 LAYOUTS = {  # (planes, tokens) -> (warps, steps, depth)
     (1, 1): [(16, 4, 3), (16, 2, 4), (24, 4, 2), (8, 4, 4)],
@@ -31,12 +32,12 @@ LAYOUTS = {  # (planes, tokens) -> (warps, steps, depth)
 CUDA = torch.device("cuda")
 
 
-def random_tiles(bits: int, size: int, group_size: int, offset: bool) -> tuple[Tensor, Tensor]:
-    """Prepared tensors of a random [size, size] weight."""
+def random_tiles(bits: int, size: int, group_size: int, offset: bool) -> BcqTiles:
+    """A random prepared [size, size] weight."""
     groups = -(-size // group_size)
     tiles = torch.randint(-(2**31), 2**31 - 1, (size // 16, -(-size // 256), bits, 128), dtype=torch.int32, device=CUDA)
     scales = torch.rand(size // 16, groups, 8, bits + offset, 2, device=CUDA).half() * 0.02
-    return tiles, scales
+    return BcqTiles(tiles, scales, None, size, size, group_size)
 
 
 def microseconds(make: Callable[[int], Callable[[], Any]], count: int) -> float:
@@ -44,11 +45,8 @@ def microseconds(make: Callable[[int], Callable[[], Any]], count: int) -> float:
     return measure([make(i) for i in range(count)], CUDA).median * 1e6
 
 
-def _calls(
-    x: Tensor, weights: list[tuple[Tensor, Tensor]], group_size: int, tile: BinaryTile
-) -> Callable[[int], Callable[[], Any]]:
-    size = x.shape[1]
-    return lambda i: lambda: binary_gemv(x, *weights[i], None, size, group_size, tile=tile, settled=True)
+def _calls(x: Tensor, weights: list[BcqTiles], tile: BinaryTile) -> Callable[[int], Callable[[], Any]]:
+    return lambda i: lambda: binary_gemv(x, weights[i], None, tile=tile, settled=True)
 
 
 def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict[str, float]:
@@ -63,19 +61,17 @@ def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict
     torch.cuda.synchronize()
     layouts = [default] + [BinaryTile(*layout) for layout in LAYOUTS.get((bits, rows), [])]
     result: dict[str, float] = {}
-    total = weights_bytes + weights[0][1].numel() * 2
+    total = weights_bytes + weights[0].scale_tiles.numel() * 2
     for tile in layouts:
         name = f"{tile.warps}x{tile.steps}x{tile.depth}"
         try:
-            result[name] = microseconds(_calls(x, weights, group_size, tile), count)
+            result[name] = microseconds(_calls(x, weights, tile), count)
         except KernelError as error:
             result[name] = float("nan")
             print(name, error)
     if rows == 1:
-        result["serial"] = microseconds(lambda i: lambda: binary_gemv(x, *weights[i], None, size, group_size), count)
-        result["lut"] = microseconds(
-            lambda i: lambda: lut_gemv(x, *weights[i], None, size, group_size, settled=True), count
-        )
+        result["serial"] = microseconds(lambda i: lambda: binary_gemv(x, weights[i], None), count)
+        result["lut"] = microseconds(lambda i: lambda: lut_gemv(x, weights[i], None, settled=True), count)
     best = min(value for name, value in result.items() if value == value and name not in ("lut", "serial"))
     fields = "  ".join(f"{name} {value:.2f}" for name, value in result.items())
     print(

@@ -187,7 +187,8 @@ def implementation(module: QuantizedLinear, x: Tensor) -> str:
 def _bcq_kernel(module: QuantizedLinear, x: Tensor) -> str:
     from quantkit.ops.bcq_choice import choose
 
-    return choose(x, module.spec.weight_bits, module.out_features, module.spec.group_size)
+    spec = module.spec
+    return choose(x, spec.weight_bits, module.out_features, spec.group_size, spec.scale_bits)
 
 
 def _bipolar_kernel(module: QuantizedLinear, x: Tensor) -> str:

@@ -38,9 +38,9 @@ def _group(text: str) -> int:
 
 METHOD_NAMES: tuple[MethodName, ...] = (
     MethodName(
-        re.compile(r"(?:bcq|rtn)-w(\d)-g(\d+|row)"),
+        re.compile(r"(?:bcq|rtn)-w(\d)-g(\d+|row)(-s8)?"),
         "bcq-w4-g128",
-        lambda found: BcqSpec(int(found[1]), _group(found[2]), offset=True),
+        lambda found: BcqSpec(int(found[1]), _group(found[2]), offset=True, scale_bits=8 if found[3] else 16),
     ),
     MethodName(
         re.compile(r"nuqmm-q(\d)-g(\d+|row)"),

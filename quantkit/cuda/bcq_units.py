@@ -9,6 +9,7 @@ from math import ceil
 
 from quantkit.cuda.units import CompileUnit
 from quantkit.errors import KernelError
+from quantkit.formats.bcq import SCALE_BITS
 from quantkit.formats.planes import MAX_BITS
 
 SEGMENTS = (256, 128, 64, 32)  # columns that share an activation scale: the largest that divides the group size
@@ -145,9 +146,9 @@ def plan_binary(
     return BinaryPlan(unit, blocks, pass_tiles, ring + sums + per_tile * pass_tiles, tile.warps)
 
 
-def lut_unit(weight_bits: int, fine: bool) -> CompileUnit:
+def lut_unit(weight_bits: int, fine: bool, scale_bits: int) -> CompileUnit:
     """bcq_lut_gemv; fine: groups that are not made of whole 32-column words."""
-    return CompileUnit("bcq_lut_gemv.cu", "bcqLutGemv", (weight_bits, fine))
+    return CompileUnit("bcq_lut_gemv.cu", "bcqLutGemv", (weight_bits, fine, scale_bits))
 
 
 SUM_PARTIALS = CompileUnit("bcq_lut_gemv.cu", "bcqSumPartials")
@@ -163,18 +164,19 @@ def lut_shared(tiles: int) -> int:
     return tiles * _LUT_TILE_BYTES
 
 
-def dequantize_unit(weight_bits: int) -> CompileUnit:
+def dequantize_unit(weight_bits: int, scale_bits: int) -> CompileUnit:
     """bcq_dequantize for one number of planes."""
-    return CompileUnit("bcq_dequantize.cu", "bcqDequantize", (weight_bits,))
+    return CompileUnit("bcq_dequantize.cu", "bcqDequantize", (weight_bits, scale_bits))
 
 
 def bcq_units(major: int, minor: int) -> Iterator[CompileUnit]:
     """Every bcq instance that can be asked for on a GPU of this compute capability."""
     yield SUM_PARTIALS
     for weight_bits in range(1, MAX_BITS + 1):
-        yield dequantize_unit(weight_bits)
-        for fine in (False, True):
-            yield lut_unit(weight_bits, fine)
+        for scale_bits in SCALE_BITS:
+            yield dequantize_unit(weight_bits, scale_bits)
+            for fine in (False, True):
+                yield lut_unit(weight_bits, fine, scale_bits)
         for segment in SEGMENTS:
             for tokens in sorted({tokens_at_once(count, weight_bits) for count in (1, 2, 4)}):
                 yield binary_unit(

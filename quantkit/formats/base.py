@@ -11,6 +11,8 @@ from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
 Shape = tuple[int, int]  # (N, K) of the Linear
+# Metadata of a spec's field that versions before it lack: config.json leaves it out at its default, for them to read.
+ADDED_LATER: Mapping[str, Any] = {"added_later": True}
 
 
 @dataclass(frozen=True)

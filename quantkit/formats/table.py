@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.formats import bcq, bipolar, flatten
-from quantkit.formats.base import Format, PackedWeight, Shape
+from quantkit.formats.base import ADDED_LATER, Format, PackedWeight, Shape
 
 FORMATS: dict[str, Format] = {
     "bcq": bcq.FORMAT,
@@ -26,8 +26,9 @@ def format_name(spec: Any) -> str:
 
 
 def spec_to_json(spec: Any) -> dict[str, Any]:
-    """The spec as it stands in config.json: {"format": name, field: value, ...}."""
-    return {"format": format_name(spec), **asdict(spec)}
+    """The spec as it stands in config.json: {"format": name, field: value, ...}; ADDED_LATER says what is left out."""
+    left_out = {f.name for f in fields(spec) if f.metadata == ADDED_LATER and getattr(spec, f.name) == f.default}
+    return {"format": format_name(spec), **{k: v for k, v in asdict(spec).items() if k not in left_out}}
 
 
 def spec_from_json(entry: Mapping[str, Any]) -> Any:

@@ -20,7 +20,9 @@ from quantkit.cuda.capability import BINARY_MMA, Support, support
 from quantkit.cuda.timing import cold_seconds
 from quantkit.cuda.units import write_whole
 from quantkit.errors import KernelError
+from quantkit.formats.bcq import CODE_BITS
 from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, KERNELS, LUT, binary_segment, candidates, product
+from quantkit.ops.bcq_tiles import BcqTiles
 
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
 _FEW_ROWS = 8
@@ -29,10 +31,11 @@ _TABLE = Path("kernels") / "bcq_choice.json"
 Choices = dict[str, dict[str, dict[str, str]]]
 
 
-def shape_class(weight_bits: int, rows: int, columns: int, group_size: int) -> str:
-    """Shapes that share a measurement: planes, activation segment, and N and K to the nearest power of two."""
+def shape_class(weight_bits: int, rows: int, columns: int, group_size: int, scale_bits: int = 16) -> str:
+    """Shapes that share a measurement: planes, activation segment, N and K to the nearest power of two, scales."""
     segment = binary_segment(group_size, columns) or "bytes"
-    return f"q{weight_bits}-s{segment}-n{round(log2(rows))}-k{round(log2(columns))}"
+    scales = f"-scales{scale_bits}" if scale_bits == CODE_BITS else ""
+    return f"q{weight_bits}-s{segment}-n{round(log2(rows))}-k{round(log2(columns))}{scales}"
 
 
 @cache
@@ -59,37 +62,38 @@ def _unmeasured(tokens: int, device: torch.device, usable: tuple[str, ...]) -> s
     return BINARY if native and BINARY in usable else LUT
 
 
-def choose(x: Tensor, weight_bits: int, out_features: int, group_size: int) -> str:
+def choose(x: Tensor, weight_bits: int, out_features: int, group_size: int, scale_bits: int = 16) -> str:
     """The kernel for x [M, K]: the measured one, or by the capability table where this class was never measured.
 
     Raises KernelError for a damaged table.
     """
     tokens, columns = x.shape
-    usable = candidates(x.dtype, group_size, columns)
+    usable = candidates(x.dtype, group_size, columns, scale_bits)
     if tokens > ROW_CLASSES[-1] or usable == (DEQUANTIZE,):
         return DEQUANTIZE
     measured = _table().get(torch.cuda.get_device_name(x.device), {})
-    rows = measured.get(shape_class(weight_bits, out_features, columns, group_size))
+    rows = measured.get(shape_class(weight_bits, out_features, columns, group_size, scale_bits))
     if rows is None:
         return _unmeasured(tokens, x.device, usable)
     return rows[str(next(count for count in ROW_CLASSES if count >= tokens))]
 
 
-def ensure_measured(tiles: Tensor, scale_tiles: Tensor, rows: int, columns: int, group_size: int) -> None:
+def ensure_measured(weight: BcqTiles) -> None:
     """Measure this weight's shape class on its GPU, unless the table has it; also compiles the kernels it may use.
 
     Fractions of a second per class. Raises KernelError where a kernel cannot be built.
     """
-    gpu = torch.cuda.get_device_name(tiles.device)
-    name = shape_class(tiles.shape[2], rows, columns, group_size)
+    device, columns = weight.tiles.device, weight.columns
+    gpu = torch.cuda.get_device_name(device)
+    name = shape_class(weight.weight_bits, weight.rows, columns, weight.group_size, weight.scale_bits)
     if name in _table().get(gpu, {}):
         return
     best: dict[str, str] = {}
     for tokens in ROW_CLASSES:
-        x = torch.randn(tokens, columns, dtype=torch.float16, device=tiles.device)
+        x = torch.randn(tokens, columns, dtype=torch.float16, device=device)
         seconds = {
-            kernel: cold_seconds(_call(kernel, x, tiles, scale_tiles, rows, group_size), tiles.device)
-            for kernel in candidates(x.dtype, group_size, columns)
+            kernel: cold_seconds(_call(kernel, x, weight), device)
+            for kernel in candidates(x.dtype, weight.group_size, columns, weight.scale_bits)
             if kernel != LUT or tokens <= _FEW_ROWS
         }
         best[str(tokens)] = min(seconds, key=seconds.__getitem__)
@@ -98,7 +102,5 @@ def ensure_measured(tiles: Tensor, scale_tiles: Tensor, rows: int, columns: int,
     _table.cache_clear()
 
 
-def _call(
-    kernel: str, x: Tensor, tiles: Tensor, scale_tiles: Tensor, rows: int, group_size: int
-) -> Callable[[], Tensor]:
-    return lambda: product(kernel, x, tiles, scale_tiles, None, rows, group_size)
+def _call(kernel: str, x: Tensor, weight: BcqTiles) -> Callable[[], Tensor]:
+    return lambda: product(kernel, x, weight, None)

@@ -22,8 +22,8 @@ from quantkit.cuda.bcq_units import (
 )
 from quantkit.cuda.launch import DTYPE_CODES, launch
 from quantkit.errors import KernelError
-from quantkit.formats.bcq import group_count, group_width
-from quantkit.ops.bcq_tiles import tile_counts
+from quantkit.formats.bcq import CODE_BITS, group_count, group_width
+from quantkit.ops.bcq_tiles import BcqTiles, tile_counts
 
 BINARY, LUT, DEQUANTIZE = "bcq_binary_gemv", "bcq_lut_gemv", "bcq_dequantize"
 KERNELS = (BINARY, LUT, DEQUANTIZE)
@@ -53,15 +53,7 @@ def binary_segment(group_size: int, columns: int) -> int | None:
 
 
 def binary_gemv(
-    x: Tensor,
-    tiles: Tensor,
-    scale_tiles: Tensor,
-    bias: Tensor | None,
-    out_features: int,
-    group_size: int,
-    *,
-    settled: bool = False,
-    tile: BinaryTile | None = None,
+    x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool = False, tile: BinaryTile | None = None
 ) -> Tensor:
     """y [M, N] = x [M, K] W^T + bias on binary tensor cores; any M, best for M <= 8.
 
@@ -70,40 +62,39 @@ def binary_gemv(
     Raises KernelError where the group size is no multiple of 32.
     """
     tokens, columns = x.shape
-    segment = binary_segment(group_size, columns)
+    segment = binary_segment(weight.group_size, columns)
     if segment is None:
-        raise KernelError(f"{BINARY} needs a group size that is a multiple of 32, not {group_size}")
-    _, groups, _, entries, _ = scale_tiles.shape
-    at_once = tokens_at_once(tokens, tiles.shape[2])
+        raise KernelError(f"{BINARY} needs a group size that is a multiple of 32, not {weight.group_size}")
+    at_once = tokens_at_once(tokens, weight.weight_bits)
     plan = plan_binary(
-        weight_bits=tiles.shape[2],
+        weight_bits=weight.weight_bits,
         segment=segment,
-        entries=entries,
+        entries=weight.entries,
         tokens=at_once,
-        tile_counts=tile_counts(out_features, columns),
+        tile_counts=tile_counts(weight.rows, columns),
         gpu=Gpu(compute_capability(x.device), processor_count(x.device)),
         tile=tile,
     )
-    y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
+    y = torch.empty(tokens, weight.rows, dtype=x.dtype, device=x.device)
     vectors = columns % (_VECTOR_BYTES // 2) == 0 and x.data_ptr() % _VECTOR_BYTES == 0
-    per_group = max(1, -(-group_width(group_size, columns) // segment))
+    per_group = max(1, -(-group_width(weight.group_size, columns) // segment))
     launch(
         plan.unit,
         x.device,
         grid=(plan.blocks, -(-tokens // at_once)),
         block=(plan.warps * _WARP,),
         args=(
-            tiles,
-            scale_tiles,
+            weight.tiles,
+            weight.scale_tiles,
             x,
             bias,
             y,
             tokens,
-            out_features,
+            weight.rows,
             columns,
-            groups,
+            weight.groups,
             per_group,
-            entries,
+            weight.entries,
             plan.pass_tiles,
             DTYPE_CODES[x.dtype],
             int(vectors),
@@ -114,37 +105,40 @@ def binary_gemv(
     return y
 
 
-def lut_gemv(
-    x: Tensor,
-    tiles: Tensor,
-    scale_tiles: Tensor,
-    bias: Tensor | None,
-    out_features: int,
-    group_size: int,
-    *,
-    settled: bool = False,
-) -> Tensor:
+def lut_gemv(x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool = False) -> Tensor:
     """y [M, N] = x [M, K] W^T + bias through look-up tables (nuQmm 3.2); any group size, for few rows.
 
     x: contiguous fp16 or bf16. bias: in x's type. settled: see binary_gemv.
     """
     tokens, columns = x.shape
-    row_tiles, k_tiles = tile_counts(out_features, columns)
-    _, groups, _, entries, _ = scale_tiles.shape
-    width = group_width(group_size, columns)
+    row_tiles, k_tiles = tile_counts(weight.rows, columns)
+    width = group_width(weight.group_size, columns)
     block_tiles = min(k_tiles, lut_tiles_per_block(compute_capability(x.device)))
     ranges = -(-k_tiles // block_tiles)
     one_wave = _LUT_BLOCKS_PER_PROCESSOR * processor_count(x.device) // ranges
     blocks = max(1, min(row_tiles, one_wave))
-    partial = torch.empty(ranges, tokens, out_features, dtype=torch.float32, device=x.device)
-    y = torch.empty(tokens, out_features, dtype=x.dtype, device=x.device)
+    partial = torch.empty(ranges, tokens, weight.rows, dtype=torch.float32, device=x.device)
+    y = torch.empty(tokens, weight.rows, dtype=x.dtype, device=x.device)
     dtype = DTYPE_CODES[x.dtype]
     launch(
-        lut_unit(tiles.shape[2], fine=groups > 1 and width % _WORD != 0),
+        lut_unit(weight.weight_bits, fine=weight.groups > 1 and width % _WORD != 0, scale_bits=weight.scale_bits),
         x.device,
         grid=(blocks, ranges, tokens),
         block=(_BLOCK_THREADS,),
-        args=(tiles, scale_tiles, x, partial, out_features, columns, groups, width, entries, block_tiles, dtype),
+        args=(
+            weight.tiles,
+            weight.scale_tiles,
+            weight.factor_tiles,
+            x,
+            partial,
+            weight.rows,
+            columns,
+            weight.groups,
+            width,
+            weight.entries,
+            block_tiles,
+            dtype,
+        ),
         shared_mem=lut_shared(block_tiles),
         overlap=settled,
     )
@@ -153,70 +147,61 @@ def lut_gemv(
         x.device,
         grid=(-(-y.numel() // _BLOCK_THREADS),),
         block=(_BLOCK_THREADS,),
-        args=(partial, bias, y, ranges, tokens, out_features, dtype),
+        args=(partial, bias, y, ranges, tokens, weight.rows, dtype),
         overlap=True,
     )
     return y
 
 
-def dequantize_tiles(
-    tiles: Tensor, scale_tiles: Tensor, out_features: int, columns: int, group_size: int, dtype: torch.dtype
-) -> Tensor:
+def dequantize_tiles(weight: BcqTiles, dtype: torch.dtype) -> Tensor:
     """The weight [N, K] in fp16, bf16 or fp32 (nuQmm section 5.1)."""
-    row_tiles, k_tiles = tile_counts(out_features, columns)
-    _, groups, _, entries, _ = scale_tiles.shape
-    weight = torch.empty(out_features, columns, dtype=dtype, device=tiles.device)
+    row_tiles, k_tiles = tile_counts(weight.rows, weight.columns)
+    dequantized = torch.empty(weight.rows, weight.columns, dtype=dtype, device=weight.tiles.device)
     launch(
-        dequantize_unit(tiles.shape[2]),
-        tiles.device,
+        dequantize_unit(weight.weight_bits, weight.scale_bits),
+        weight.tiles.device,
         grid=(-(-row_tiles * k_tiles * _WARP // _BLOCK_THREADS),),
         block=(_BLOCK_THREADS,),
         args=(
-            tiles,
-            scale_tiles,
-            weight,
-            out_features,
-            columns,
-            groups,
-            group_width(group_size, columns),
-            entries,
+            weight.tiles,
+            weight.scale_tiles,
+            weight.factor_tiles,
+            dequantized,
+            weight.rows,
+            weight.columns,
+            weight.groups,
+            group_width(weight.group_size, weight.columns),
+            weight.entries,
             DTYPE_CODES[dtype],
         ),
     )
-    return weight
+    return dequantized
 
 
-def candidates(dtype: torch.dtype, group_size: int, columns: int) -> tuple[str, ...]:
-    """Kernels that can run a product with activations of ``dtype``; fp32 activations keep fp32 weights (dequantize)."""
+def candidates(dtype: torch.dtype, group_size: int, columns: int, scale_bits: int = 16) -> tuple[str, ...]:
+    """Kernels that can run a product with activations of ``dtype``; fp32 activations keep fp32 weights (dequantize).
+
+    The binary kernel reads fp16 scales only.
+    """
     if dtype not in _GEMV_TYPES:
         return (DEQUANTIZE,)
-    return KERNELS if binary_segment(group_size, columns) else (LUT, DEQUANTIZE)
+    return KERNELS if scale_bits != CODE_BITS and binary_segment(group_size, columns) else (LUT, DEQUANTIZE)
 
 
-def product(
-    kernel: str,
-    x: Tensor,
-    tiles: Tensor,
-    scale_tiles: Tensor,
-    bias: Tensor | None,
-    out_features: int,
-    group_size: int,
-    *,
-    settled: bool = False,
-) -> Tensor:
+def product(kernel: str, x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool = False) -> Tensor:
     """y [M, N] = x [M, K] W^T + bias through the named kernel; settled: see binary_gemv.
 
     Raises KernelError for an unknown kernel, or one that cannot run these shapes or types.
     """
-    if kernel not in candidates(x.dtype, group_size, x.shape[-1]):
+    usable = candidates(x.dtype, weight.group_size, x.shape[-1], weight.scale_bits)
+    if kernel not in usable:
         raise KernelError(
-            f"kernel {kernel!r} cannot run {x.dtype} activations with group size {group_size}; "
-            f"choose {', '.join(candidates(x.dtype, group_size, x.shape[-1]))}"
+            f"kernel {kernel!r} cannot run {x.dtype} activations with group size {weight.group_size} and "
+            f"{weight.scale_bits}-bit scales; choose {', '.join(usable)}"
         )
     bias = None if bias is None else bias.to(x.dtype)
     if kernel == BINARY:
-        return binary_gemv(x, tiles, scale_tiles, bias, out_features, group_size, settled=settled)
+        return binary_gemv(x, weight, bias, settled=settled)
     if kernel == LUT:
-        return lut_gemv(x, tiles, scale_tiles, bias, out_features, group_size, settled=settled)
-    weight = dequantize_tiles(tiles, scale_tiles, out_features, x.shape[-1], group_size, x.dtype)
-    return linear(x, weight, bias)
+        return lut_gemv(x, weight, bias, settled=settled)
+    return linear(x, dequantize_tiles(weight, x.dtype), bias)

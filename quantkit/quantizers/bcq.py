@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight
-from quantkit.formats.bcq import check_group_size, check_weight_bits
+from quantkit.formats.bcq import check_group_size, check_scale_bits, check_weight_bits
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.coding import code_groups
+from quantkit.quantizers.coding import CodeShape, code_groups
 from quantkit.quantizers.compensation import compensate, refine
 from quantkit.quantizers.gptq import GptqOptions
 from quantkit.quantizers.groups import weighted_error
+from quantkit.quantizers.levels import Coding, Nearest, sign_table
 from quantkit.quantizers.rounding import fit_uniform
 
 # Pull towards the last round's scales, as a share of the mean diagonal: it makes the normal equations of two equal
@@ -30,7 +30,7 @@ class BcqSettings:
     """weight_bits: q, planes, 1-8. group_size: g, columns per scale, -1 for the row. offset: store a constant per
     group. rounds: upper limit of alternations between scales and signs. compensate: choose signs and scales against
     E[x x^T] of the calibration text instead of its diagonal, GPTQ first, then ``sweeps`` rounds of descent; damping as
-    in GPTQ."""
+    in GPTQ. scale_bits: 16, or 8 for scales and offsets as codes with a factor per row."""
 
     weight_bits: int = 4
     group_size: int = 128
@@ -39,10 +39,12 @@ class BcqSettings:
     compensate: bool = False
     sweeps: int = 3
     damping: float = 0.01
+    scale_bits: int = 16
 
     def __post_init__(self) -> None:
         check_weight_bits(self.weight_bits)
         check_group_size(self.group_size)
+        check_scale_bits(self.scale_bits)
         if self.rounds < 0:
             raise RecipeError(f"rounds is {self.rounds}; choose 0 or more")
         if self.sweeps < 0:
@@ -53,82 +55,6 @@ class BcqSettings:
 def needs_hessian(settings: BcqSettings) -> bool:
     """Whether quantize wants LayerInput.hessian."""
     return settings.compensate
-
-
-@dataclass(frozen=True)
-class Coding:
-    """Scales [q, G] and offset [G] of some groups, fp32; offset is 0 where none is stored."""
-
-    scales: Tensor
-    offset: Tensor
-
-    def levels(self) -> Tensor:
-        """[G, 2**q]: the value of every code."""
-        return self.scales.t() @ sign_table(self.scales) + self.offset[:, None]
-
-    @cached_property
-    def _sorted(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rising levels [G, 2**q], their codes, and the middles between them: once for all columns of a group."""
-        levels, order = self.levels().sort(dim=-1)
-        return levels, order, (levels[:, 1:] + levels[:, :-1]) / 2
-
-    def nearest(self, values: Tensor) -> Nearest:
-        """The nearest level to each of values [G, g]."""
-        levels, order, middles = self._sorted
-        if values.shape[1] == 1:  # compensation, column after column: two operations instead of six per bit
-            return Nearest((values > middles).sum(dim=-1, keepdim=True), order, levels)
-        rank = torch.zeros(values.shape, dtype=torch.int64, device=values.device)
-        # Halving the sorted levels: q gathers, a third of the time of torch.searchsorted on rows this short.
-        for bit in reversed(range(self.scales.shape[0])):
-            rank += (values > middles.gather(-1, rank + (2**bit - 1))).to(torch.int64) << bit
-        return Nearest(rank, order, levels)
-
-    def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and levels, [G, g] each, nearest to values [G, g]."""
-        nearest = self.nearest(values)
-        return nearest.codes(), nearest.levels()
-
-    def stored(self) -> Coding:
-        """The coding after its trip through fp16, scales positive and descending (nuQmm: alpha in R+)."""
-        scales = self.scales.abs().half().float().sort(dim=0, descending=True).values
-        return Coding(scales, self.offset.half().float())
-
-    def select(self, groups: Tensor) -> Coding:
-        """The coding of some of the groups."""
-        return Coding(self.scales[:, groups], self.offset[groups])
-
-
-@dataclass(frozen=True)
-class Nearest:
-    """Nearest levels of values [G, g]: rank [G, g] among the sorted levels [G, 2**q], whose codes are order."""
-
-    rank: Tensor
-    order: Tensor
-    sorted_levels: Tensor
-
-    def codes(self) -> Tensor:
-        """[G, g] int64."""
-        return self.order.gather(-1, self.rank)
-
-    def levels(self) -> Tensor:
-        """[G, g] fp32."""
-        return self.sorted_levels.gather(-1, self.rank)
-
-    def select(self, groups: Tensor) -> Nearest:
-        """The same for some of the groups."""
-        return Nearest(self.rank[groups], self.order[groups], self.sorted_levels[groups])
-
-    def sum_by_code(self, values: Tensor) -> Tensor:
-        """[G, 2**q] fp32: sum of values [G, g] over the weights that have each code."""
-        by_rank = torch.zeros_like(self.sorted_levels).scatter_add_(-1, self.rank, values)
-        return torch.zeros_like(by_rank).scatter_(-1, self.order, by_rank)
-
-
-def sign_table(scales: Tensor) -> Tensor:
-    """[q, 2**q] fp32 for scales [q, G], on their device: +1 where bit i of the code is set, else -1."""
-    bits = scales.shape[0]
-    codes = torch.arange(2**bits, device=scales.device)
-    return torch.stack([((codes >> i) & 1).float() * 2 - 1 for i in range(bits)])
 
 
 def greedy(values: Tensor, importance: Tensor, bits: int, *, offset: bool) -> Coding:
@@ -238,10 +164,10 @@ def quantize(layer: LayerInput, settings: BcqSettings) -> PackedWeight:
     def fit(values: Tensor, importance: Tensor) -> Coding:
         return solve_groups(values, importance, settings)
 
-    bits, group_size, offset = settings.weight_bits, settings.group_size, settings.offset
+    shape = CodeShape(settings.weight_bits, settings.group_size, settings.scale_bits)
     if settings.compensate:
-        start, hessian = compensate(layer, group_size, bits, fit, damping=settings.damping)
-        coding = refine(layer.weight, hessian, start, Coding, sweeps=settings.sweeps, offset=offset)
+        start, hessian = compensate(layer, shape, fit, damping=settings.damping)
+        coding = refine(layer.weight, hessian, start, sweeps=settings.sweeps, offset=settings.offset)
     else:
-        coding = code_groups(layer.weight, layer.importance(), group_size, bits, fit)
-    return coding.pack(layer, group_size, offset=offset)
+        coding = code_groups(layer.weight, layer.importance(), shape, fit)
+    return coding.pack(layer, shape, offset=settings.offset)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from quantkit.formats.base import PackedWeight
-from quantkit.formats.bcq import FORMAT, BcqSpec, dequantize_planes, group_count, group_width
+from quantkit.formats.bcq import CODE_BITS, FORMAT, BcqSpec, dequantize_planes, group_count, group_width
 from quantkit.formats.planes import pack_codes
 from quantkit.quantizers.base import LayerInput, error_report
 from quantkit.quantizers.groups import group_batches
+from quantkit.quantizers.levels import Coding
+from quantkit.quantizers.scales import ScaleGrid, row_grid
 
 
 class Coder(Protocol):
@@ -35,13 +37,28 @@ FitGroup = Callable[[Tensor, Tensor], Coder]
 
 
 @dataclass(frozen=True)
+class CodeShape:
+    """What a weight is coded as: q, columns per scale (-1: the row), bits per scale."""
+
+    bits: int
+    group_size: int
+    scale_bits: int
+
+    @property
+    def coded_scales(self) -> bool:
+        """Whether scales are 8-bit codes with a factor per row."""
+        return self.scale_bits == CODE_BITS
+
+
+@dataclass(frozen=True)
 class GroupCodes:
-    """codes [N, K] uint8, scales [bits, N, G] fp16, offset [N, G] fp16; groups of ``width`` columns."""
+    """codes [N, K] uint8, scales [bits, N, G] and offset [N, G] fp32 on ``grid``; groups of ``width`` columns."""
 
     codes: Tensor
     scales: Tensor
     offset: Tensor
     width: int
+    grid: ScaleGrid
 
     @property
     def bits(self) -> int:
@@ -49,15 +66,16 @@ class GroupCodes:
         return self.scales.shape[0]
 
     @classmethod
-    def empty(cls, weight: Tensor, group_size: int, bits: int) -> GroupCodes:
+    def empty(cls, weight: Tensor, shape: CodeShape, grid: ScaleGrid) -> GroupCodes:
         """Room for the codes of a weight [N, K], on its device."""
         rows, columns = weight.shape
-        groups, device = group_count(group_size, columns), weight.device
+        groups, device = group_count(shape.group_size, columns), weight.device
         return cls(
             torch.empty(rows, columns, dtype=torch.uint8, device=device),
-            torch.empty(bits, rows, groups, dtype=torch.float16, device=device),
-            torch.empty(rows, groups, dtype=torch.float16, device=device),
-            group_width(group_size, columns),
+            torch.empty(shape.bits, rows, groups, device=device),
+            torch.empty(rows, groups, device=device),
+            group_width(shape.group_size, columns),
+            grid,
         )
 
     def dequantize(self) -> Tensor:
@@ -65,22 +83,35 @@ class GroupCodes:
         signs = pack_codes(self.codes, self.bits)
         return dequantize_planes(signs, self.scales, self.offset, self.codes.shape[1], self.width)
 
-    def pack(self, layer: LayerInput, group_size: int, *, offset: bool) -> PackedWeight:
+    def pack(self, layer: LayerInput, shape: CodeShape, *, offset: bool) -> PackedWeight:
         """The ``bcq`` format's tensors, with the error they leave; the offset is 0 where none is stored."""
-        spec = BcqSpec(weight_bits=self.bits, group_size=group_size, offset=offset)
-        tensors = {"signs": pack_codes(self.codes, self.bits), "scales": self.scales}
-        if offset:
-            tensors["offset"] = self.offset
-        shape = (self.codes.shape[0], self.codes.shape[1])
-        return PackedWeight(spec, shape, tensors, error_report(layer, FORMAT.dequantize(spec, tensors, shape)))
+        spec = BcqSpec(self.bits, shape.group_size, offset, shape.scale_bits)
+        signs = pack_codes(self.codes, self.bits)
+        tensors = self.grid.stored(signs, self.scales, self.offset if offset else None).named()
+        size = (self.codes.shape[0], self.codes.shape[1])
+        return PackedWeight(spec, size, tensors, error_report(layer, FORMAT.dequantize(spec, tensors, size)))
 
 
-def code_groups(weight: Tensor, importance: Tensor, group_size: int, bits: int, fit: FitGroup) -> GroupCodes:
-    """Code every group of a weight [N, K] by itself; importance [K] weighs the squared error."""
-    coding = GroupCodes.empty(weight, group_size, bits)
-    for span, values, weights in group_batches(weight, importance, group_size):
+def code_groups(weight: Tensor, importance: Tensor, shape: CodeShape, fit: FitGroup) -> GroupCodes:
+    """Code every group of a weight [N, K] by itself; importance [K] weighs the squared error.
+
+    With 8-bit scales the rows' factors follow from the fitted scales, and every weight then takes the level nearest
+    to it among those of the rounded scales: no row is worse than with the signs that were fitted.
+    """
+    coding = GroupCodes.empty(weight, shape, ScaleGrid())
+    for span, values, weights in group_batches(weight, importance, shape.group_size):
         coder = fit(values, weights)
         span.put(coding.codes, coder.encode(values)[0])
         span.put_groups(coding.scales, coder.scales)
         span.put_groups(coding.offset, coder.offset)
-    return coding
+    if not shape.coded_scales:
+        return coding
+    masses = torch.stack([part.sum() for part in importance.split(coding.width)])
+    grid = row_grid(coding.scales, coding.offset, masses)
+    rounded = GroupCodes(
+        coding.codes, grid.round_scales(coding.scales), grid.round_offset(coding.offset), coding.width, grid
+    )
+    for span, values, _ in group_batches(weight, importance, shape.group_size):
+        levels = Coding(span.groups_of(rounded.scales), span.groups_of(rounded.offset))
+        span.put(rounded.codes, levels.encode(values)[0])
+    return rounded

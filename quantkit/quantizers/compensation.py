@@ -7,45 +7,48 @@ Hessian is our own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from quantkit.errors import StatsError
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.coding import Coder, FitGroup, GroupCodes
+from quantkit.quantizers.coding import Coder, CodeShape, FitGroup, GroupCodes, code_groups
 from quantkit.quantizers.gptq import GptqOptions, gptq, inverse_factor
+from quantkit.quantizers.levels import Coding
+from quantkit.quantizers.scales import ScaleGrid, roomy_grid
 
 # Pull of a scale refit towards the scales it starts from, as a share of the mean diagonal of its normal equations.
 _PROXIMAL = 1e-4
 _BLOCK_COLUMNS = 64
+# What 8-bit scales may grow by while errors of earlier groups are moved into later ones.
+_ROOM = 1.15
 
 
-def compensate(
-    layer: LayerInput, group_size: int, bits: int, fit: FitGroup, *, damping: float
-) -> tuple[GroupCodes, Tensor]:
+def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: float) -> tuple[GroupCodes, Tensor]:
     """Code a weight [N, K] column by column, the levels of each group fitted to what compensation has made of it.
 
     The importance of column k in a fit is 1 / U[k, k]^2, U^T U = H^-1: what an error there still costs after the
-    columns behind it have made up for it, which is the loss that this order minimizes.
+    columns behind it have made up for it, which is the loss that this order minimizes. 8-bit scales are rounded before
+    their group's codes are chosen, so that compensation makes up for their rounding too.
     Returns the codes and the Hessian with the damping that was needed.
     Raises StatsError naming the layer where its Hessian is not finite or not positive definite at any damping.
     """
     weight, hessian = layer.weight, layer.hessian
     if hessian is None:
         raise StatsError(f"{layer.name}: compensation needs a Hessian; pass a calibration artifact")
-    coding = GroupCodes.empty(weight, group_size, bits)
     try:
         factor, needed = inverse_factor(hessian, damping)
     except StatsError as error:
         raise StatsError(f"{layer.name}: {error}") from error
     importance = factor.diagonal().square().reciprocal()
+    grid = _expected_grid(weight, importance, shape, fit) if shape.coded_scales else ScaleGrid()
+    coding = GroupCodes.empty(weight, shape, grid)
     coder: list[Coder] = []
 
     def begin(first: int, values: Tensor) -> None:
         weights = importance[first : first + values.shape[1]]
-        coder[:] = [fit(values.contiguous(), (weights / weights.max()).expand(values.shape).contiguous())]
+        fitted = fit(values.contiguous(), (weights / weights.max()).expand(values.shape).contiguous())
+        coder[:] = [fitted if grid.factors is None else _rounded(fitted, grid)]
         coding.scales[:, :, first // coding.width] = coder[0].scales
         coding.offset[:, first // coding.width] = coder[0].offset
 
@@ -58,6 +61,17 @@ def compensate(
     return coding, _damped(hessian, needed)
 
 
+def _expected_grid(weight: Tensor, importance: Tensor, shape: CodeShape, fit: FitGroup) -> ScaleGrid:
+    """Factors for scales not known yet: those fitted to the weight as it is, and some room."""
+    coding = code_groups(weight, importance, CodeShape(shape.bits, shape.group_size, 16), fit)
+    return roomy_grid(coding.scales, coding.offset, _ROOM)
+
+
+def _rounded(coder: Coder, grid: ScaleGrid) -> Coding:
+    """The levels of one group of every row, scales and offset rounded."""
+    return Coding(grid.round_scales(coder.scales[..., None])[..., 0], grid.round_offset(coder.offset[:, None])[:, 0])
+
+
 def _damped(hessian: Tensor, damping: float) -> Tensor:
     """H + damping * mean(diag H) * I: keeps descent from following the noise of a short calibration text."""
     damped = hessian.clone()
@@ -65,26 +79,17 @@ def _damped(hessian: Tensor, damping: float) -> Tensor:
     return damped
 
 
-def refine(
-    weight: Tensor,
-    hessian: Tensor,
-    start: GroupCodes,
-    coder: Callable[[Tensor, Tensor], Coder],
-    *,
-    sweeps: int,
-    offset: bool,
-) -> GroupCodes:
+def refine(weight: Tensor, hessian: Tensor, start: GroupCodes, *, sweeps: int, offset: bool) -> GroupCodes:
     """Lower tr((W - W') H (W - W')^T) further: scales for fixed codes, then codes for fixed scales, ``sweeps`` times.
 
-    hessian: [K, K], damped. coder: (scales [bits, N], offset [N]) of a group -> its Coder. offset: whether the format
-    stores one. Every step is the exact minimum over what it changes, up to the rounding of scales to fp16; a result
-    of higher loss than the start is discarded row by row.
+    hessian: [K, K], damped. offset: whether the format stores one. Every step is the exact minimum over what it
+    changes, up to the rounding of scales; a result of higher loss than the start is discarded row by row.
     """
     current, best = start, start
     least = _row_loss(weight, hessian, start)
     for _ in range(sweeps):
         current = _refit_scales(weight, hessian, current, offset=offset)
-        current = _descend_codes(weight, hessian, current, coder)
+        current = _descend_codes(weight, hessian, current)
         loss = _row_loss(weight, hessian, current)
         best, least = _better_rows(best, least, current, loss)
     last = _refit_scales(weight, hessian, current, offset=offset)
@@ -104,6 +109,7 @@ def _better_rows(a: GroupCodes, loss_a: Tensor, b: GroupCodes, loss_b: Tensor) -
         torch.where(rows[None], b.scales, a.scales),
         torch.where(rows, b.offset, a.offset),
         a.width,
+        a.grid,
     )
     return merged, torch.where(better, loss_b, loss_a)
 
@@ -114,29 +120,34 @@ def _refit_scales(weight: Tensor, hessian: Tensor, start: GroupCodes, *, offset:
     With B [N, U, g] the planes (and ones) of a group, the step solves (B H_gg B^T) d = B (R H)_g per row, R the
     residual of the whole row.
     """
-    scales, shift = start.scales.clone(), start.offset.clone()
+    codes, scales, shift, grid = start.codes.clone(), start.scales.clone(), start.offset.clone(), start.grid
     pressure = (weight - start.dequantize()) @ hessian  # [N, K]
     for group, first in enumerate(range(0, weight.shape[1], start.width)):
         span = slice(first, min(first + start.width, weight.shape[1]))
-        planes = [((start.codes[:, span] >> i) & 1).float() * 2 - 1 for i in range(start.bits)]
+        planes = [((codes[:, span] >> i) & 1).float() * 2 - 1 for i in range(start.bits)]
         basis = torch.stack([*planes, torch.ones_like(planes[0])] if offset else planes, dim=1)  # [N, U, g]
         normal = ((basis @ hessian[span, span]) @ basis.transpose(1, 2)).double()
         diagonal = normal.diagonal(dim1=1, dim2=2)
         diagonal += _PROXIMAL * diagonal.mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).tiny
         step = torch.linalg.solve(normal, (basis @ pressure[:, span, None]).double()).squeeze(-1).float()  # [N, U]
-        before = scales[:, :, group].float(), shift[:, group].float()
-        scales[:, :, group] = before[0] + step[:, : start.bits].t()
-        change = torch.einsum("bn,nbg->ng", scales[:, :, group].float() - before[0], basis[:, : start.bits])
+        before = scales[:, :, group], shift[:, group]
+        wanted = before[0] + step[:, : start.bits].t()
+        turned = (wanted < 0) & (grid.factors is not None)  # codes are not negative: the plane takes opposite signs
+        for i in range(start.bits):
+            codes[:, span] ^= turned[i, :, None].to(torch.uint8) << i
+        sign = torch.where(turned, -1.0, 1.0)
+        rounded = grid.round_scales((wanted * sign)[..., None])[..., 0]
+        change = torch.einsum("bn,nbg->ng", rounded * sign - before[0], basis[:, : start.bits])
+        scales[:, :, group] = rounded
         if offset:
-            shift[:, group] = before[1] + step[:, start.bits]
-            change += (shift[:, group].float() - before[1])[:, None]
+            moved = grid.round_offset((before[1] + step[:, start.bits])[:, None])[:, 0]
+            change += (moved - before[1])[:, None]
+            shift[:, group] = moved
         pressure -= change @ hessian[span, :]
-    return GroupCodes(start.codes, scales, shift, start.width)
+    return GroupCodes(codes, scales, shift, start.width, grid)
 
 
-def _descend_codes(
-    weight: Tensor, hessian: Tensor, start: GroupCodes, coder: Callable[[Tensor, Tensor], Coder]
-) -> GroupCodes:
+def _descend_codes(weight: Tensor, hessian: Tensor, start: GroupCodes) -> GroupCodes:
     """One sweep over the columns: each takes the level nearest to its optimum given all others (QuantEase, Eq 11)."""
     columns, values, codes = weight.shape[1], start.dequantize(), start.codes.clone()
     pressure = (weight - values) @ hessian
@@ -147,10 +158,10 @@ def _descend_codes(
         for k in range(first, stop):
             if k % start.width == 0:
                 group = k // start.width
-                levels = coder(start.scales[:, :, group].float(), start.offset[:, group].float())
+                levels = Coding(start.scales[:, :, group], start.offset[:, group])
             residual = pressure[:, k] - hessian[first:k, k] @ moved[: k - first]
             found, nearest = levels.encode((values[:, k] + residual / diagonal[k])[:, None])
             moved[k - first] = nearest[:, 0] - values[:, k]
             values[:, k], codes[:, k] = nearest[:, 0], found[:, 0]
         pressure -= moved.t() @ hessian[first:stop]
-    return GroupCodes(codes, start.scales, start.offset, start.width)
+    return GroupCodes(codes, start.scales, start.offset, start.width, start.grid)

@@ -37,6 +37,10 @@ class Span:
         block = target[..., self.rows, self.groups]
         block.copy_(values.reshape(block.shape))
 
+    def groups_of(self, source: Tensor) -> Tensor:
+        """Per-group values [..., N, groups of a row] -> those of this batch [..., R * G]."""
+        return source[..., self.rows, self.groups].flatten(-2)
+
 
 def weighted_error(levels: Tensor, values: Tensor, importance: Tensor) -> Tensor:
     """Sum of importance * (levels - values)^2 per group: [G, g] each -> [G]."""

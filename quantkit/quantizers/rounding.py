@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quantkit.formats.base import PackedWeight
-from quantkit.formats.bcq import check_group_size, check_weight_bits
+from quantkit.formats.bcq import check_group_size, check_scale_bits, check_weight_bits
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.coding import code_groups
+from quantkit.quantizers.coding import CodeShape, code_groups
 from quantkit.quantizers.compensation import compensate
 from quantkit.quantizers.gptq import GptqOptions
 from quantkit.quantizers.groups import SMALLEST_SCALE, weighted_error
@@ -23,17 +23,20 @@ _CLIP_RATIOS = tuple(1.0 - 0.025 * i for i in range(31))
 class RtnSettings:
     """weight_bits: 1-8. group_size: columns per grid, -1 for the row. clip: search the range of least squared error
     (weighted by E[x^2] with a calibration artifact) instead of taking minimum and maximum. compensate: GPTQ, each
-    column's error moved to the columns behind it, grids fitted per group on the way; damping as there."""
+    column's error moved to the columns behind it, grids fitted per group on the way; damping as there. scale_bits: 16,
+    or 8 for scales and offsets as codes with a factor per row; each plane's scale is then rounded by itself."""
 
     weight_bits: int = 4
     group_size: int = 128
     clip: bool = True
     compensate: bool = False
     damping: float = 0.01
+    scale_bits: int = 16
 
     def __post_init__(self) -> None:
         check_weight_bits(self.weight_bits)
         check_group_size(self.group_size)
+        check_scale_bits(self.scale_bits)
         GptqOptions(damping=self.damping)
 
 
@@ -113,9 +116,9 @@ def quantize(layer: LayerInput, settings: RtnSettings) -> PackedWeight:
     def fit(values: Tensor, importance: Tensor) -> UniformGrid:
         return fit_uniform(values, importance, settings.weight_bits, symmetric=False, clip=settings.clip)
 
-    bits, group_size = settings.weight_bits, settings.group_size
+    shape = CodeShape(settings.weight_bits, settings.group_size, settings.scale_bits)
     if settings.compensate:
-        coding, _ = compensate(layer, group_size, bits, fit, damping=settings.damping)
+        coding, _ = compensate(layer, shape, fit, damping=settings.damping)
     else:
-        coding = code_groups(layer.weight, layer.importance(), group_size, bits, fit)
-    return coding.pack(layer, group_size, offset=True)
+        coding = code_groups(layer.weight, layer.importance(), shape, fit)
+    return coding.pack(layer, shape, offset=True)

@@ -10,22 +10,21 @@ from safetensors.torch import load_file
 
 import quantkit
 from quantkit.formats.base import PackedWeight
-from quantkit.formats.bcq import BcqSpec
+from quantkit.formats.bcq import SCALE_BITS, BcqSpec
 from quantkit.nn.quantized_linear import QuantizedLinear
 from tests.ops.bcq_cases import random_weight
 from tests.pipeline import quantize_tiny
 
 
-def make_linear(rows: int = 40, columns: int = 328, *, bias: bool = True) -> QuantizedLinear:
-    weight = random_weight(3, rows, columns, 64, offset=True)
-    assert weight.offset is not None
-    tensors = {"signs": weight.signs, "scales": weight.scales, "offset": weight.offset}
-    packed = PackedWeight(BcqSpec(3, 64, True), (rows, columns), tensors, {})
+def make_linear(rows: int = 40, columns: int = 328, *, bias: bool = True, scale_bits: int = 16) -> QuantizedLinear:
+    weight = random_weight(3, rows, columns, 64, offset=True, scale_bits=scale_bits)
+    packed = PackedWeight(BcqSpec(3, 64, True, scale_bits), (rows, columns), weight.stored.named(), {})
     return QuantizedLinear.from_packed(packed, torch.randn(rows) if bias else None, torch.float32)
 
 
-def test_prepared_module_computes_the_same() -> None:
-    linear, x = make_linear(), torch.randn(2, 5, 328)
+@pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
+def test_prepared_module_computes_the_same(scale_bits: int) -> None:
+    linear, x = make_linear(scale_bits=scale_bits), torch.randn(2, 5, 328)
     expected = linear(x)
     linear.prepare()
     assert torch.equal(linear(x), expected)
@@ -38,8 +37,9 @@ def test_prepared_tensors_replace_the_canonical_ones() -> None:
     assert not hasattr(linear, "signs")
 
 
-def test_state_dict_of_a_prepared_module_is_canonical_bit_for_bit() -> None:
-    linear = make_linear()
+@pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
+def test_state_dict_of_a_prepared_module_is_canonical_bit_for_bit(scale_bits: int) -> None:
+    linear = make_linear(scale_bits=scale_bits)
     before = {name: tensor.clone() for name, tensor in linear.state_dict().items()}
     linear.prepare()
     after = linear.state_dict()

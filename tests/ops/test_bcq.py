@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
+from quantkit.formats.bcq import SCALE_BITS, BcqTensors
 from quantkit.ops.bcq import bcq_dequantize, bcq_linear, bcq_linear_prepared
 from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, KERNELS, LUT, candidates
-from tests.ops.bcq_cases import BcqWeight, random_weight
+from tests.ops.bcq_cases import BcqWeight, linear_arguments, prepared_arguments, random_weight
 
 CUDA = torch.device("cuda")
 # Relative error of the whole output, in norm: rounding of x's type on output (2^-11 and 2^-8), with slack for the
@@ -43,29 +44,38 @@ def reference(weight: BcqWeight, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def run(weight: BcqWeight, x: Tensor, bias: Tensor | None, kernel: str) -> Tensor:
-    tiles, scale_tiles = weight.to(x.device).tiled()
-    return bcq_linear_prepared(x, tiles, scale_tiles, bias, weight.rows, weight.group_size, kernel)
+    return bcq_linear_prepared(x, *prepared_arguments(weight.to(x.device).tiled(), bias, kernel))
 
 
-def test_prepared_twin_equals_the_canonical_one() -> None:
-    weight, x, bias = random_weight(3, 40, 328, 64, offset=True), torch.randn(2, 3, 328), torch.randn(40)
-    canonical = bcq_linear(x, weight.signs, weight.scales, weight.offset, bias, 64)
-    assert torch.equal(bcq_linear_prepared(x, *weight.tiled(), bias, 40, 64), canonical)
+def dequantize(weight: BcqWeight, dtype: torch.dtype) -> Tensor:
+    tiles = weight.tiled()
+    sizes = (weight.rows, weight.columns, weight.group_size)
+    return bcq_dequantize(tiles.tiles, tiles.scale_tiles, *sizes, dtype, tiles.factor_tiles)
+
+
+@pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
+def test_prepared_twin_equals_the_canonical_one(scale_bits: int) -> None:
+    weight, x = random_weight(3, 40, 328, 64, offset=True, scale_bits=scale_bits), torch.randn(2, 3, 328)
+    bias = torch.randn(40)
+    canonical = bcq_linear(x, *linear_arguments(weight, bias))
+    assert torch.equal(bcq_linear_prepared(x, *prepared_arguments(weight.tiled(), bias)), canonical)
     assert relative_error(canonical.reshape(6, 40), reference(weight, x.reshape(6, 328), bias)) < RTOL[torch.float32]
 
 
-def test_dequantize_twin_rebuilds_the_weight() -> None:
-    weight = random_weight(2, 20, 300, 128, offset=True)
-    got = bcq_dequantize(*weight.tiled(), 20, 300, 128, torch.float32)
-    assert torch.equal(got.double(), weight.dequantized())
+@pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
+def test_dequantize_twin_rebuilds_the_weight(scale_bits: int) -> None:
+    weight = random_weight(2, 20, 300, 128, offset=True, scale_bits=scale_bits)
+    assert torch.equal(dequantize(weight, torch.float32).double(), weight.dequantized())
 
 
-def test_ops_pass_opcheck(device: torch.device) -> None:
-    weight = random_weight(2, 32, 320, 64, offset=True).to(device)
-    x = torch.randn(3, 320, device=device).half()
-    torch.library.opcheck(bcq_linear, (x, weight.signs, weight.scales, weight.offset, None, 64))
-    torch.library.opcheck(bcq_linear_prepared, (x, *weight.tiled(), None, 32, 64))
-    torch.library.opcheck(bcq_dequantize, (*weight.tiled(), 32, 320, 64, torch.float16))
+@pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
+def test_ops_pass_opcheck(scale_bits: int, device: torch.device) -> None:
+    weight = random_weight(2, 32, 320, 64, offset=True, scale_bits=scale_bits).to(device)
+    x, tiles = torch.randn(3, 320, device=device).half(), weight.tiled()
+    torch.library.opcheck(bcq_linear, (x, *linear_arguments(weight, None)))
+    torch.library.opcheck(bcq_linear_prepared, (x, *prepared_arguments(tiles, None)))
+    stored = (tiles.tiles, tiles.scale_tiles)
+    torch.library.opcheck(bcq_dequantize, (*stored, 32, 320, 64, torch.float16, tiles.factor_tiles))
 
 
 def test_candidates_follow_type_and_group_size() -> None:
@@ -73,6 +83,7 @@ def test_candidates_follow_type_and_group_size() -> None:
     assert candidates(torch.float16, -1, 577) == KERNELS
     assert candidates(torch.bfloat16, 24, 576) == (LUT, DEQUANTIZE)
     assert candidates(torch.float32, 128, 576) == (DEQUANTIZE,)
+    assert candidates(torch.float32, 128, 576, 8) == (DEQUANTIZE,)
 
 
 @pytest.mark.cuda
@@ -82,14 +93,23 @@ def test_candidates_follow_type_and_group_size() -> None:
 def test_kernel_matches_fp64(bits: int, rows: int, columns: int, group_size: int, kernel: str) -> None:
     if kernel not in candidates(torch.float16, group_size, columns):
         pytest.skip("the binary kernel needs groups of whole words")
-    for tokens, offset, dtype in [(1, True, torch.float16), (2, False, torch.bfloat16), (7, True, torch.float16)]:
-        weight = random_weight(bits, rows, columns, group_size, offset=offset)
+    cases = [
+        (1, True, torch.float16, 16),
+        (2, False, torch.bfloat16, 16),
+        (7, True, torch.float16, 16),
+        (1, True, torch.float16, 8),
+        (3, False, torch.bfloat16, 8),
+    ]
+    for tokens, offset, dtype, scale_bits in cases:
+        if kernel not in candidates(dtype, group_size, columns, scale_bits):
+            continue
+        weight = random_weight(bits, rows, columns, group_size, offset=offset, scale_bits=scale_bits)
         x = torch.randn(tokens, columns, device=CUDA).to(dtype)
         bias = torch.randn(rows, device=CUDA).to(dtype) if offset else None
         y = run(weight, x, bias, kernel)
         assert y.dtype == dtype
         error = relative_error(y, reference(weight, x, bias))
-        assert error < RTOL[dtype], f"{tokens=} {offset=} {dtype=} {error:.2e}"
+        assert error < RTOL[dtype], f"{tokens=} {offset=} {dtype=} {scale_bits=} {error:.2e}"
 
 
 @pytest.mark.cuda
@@ -105,8 +125,32 @@ def test_binary_kernel_at_every_token_count(tokens: int, bits: int) -> None:
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float32], ids=[*TYPE_IDS, "fp32"])
 def test_dequantize_kernel_is_exact_up_to_its_type(dtype: torch.dtype) -> None:
     weight = random_weight(5, 100, 523, 40, offset=True)
-    got = bcq_dequantize(*weight.to(CUDA).tiled(), 100, 523, 40, dtype).cpu()
+    got = dequantize(weight.to(CUDA), dtype).cpu()
     torch.testing.assert_close(got, weight.dequantized().float().to(dtype), rtol=RTOL[dtype], atol=1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("offset", [True, False], ids=["offset", "no-offset"])
+@pytest.mark.parametrize("bits", [1, 4, 8], ids="q{}".format)
+@pytest.mark.parametrize("dtype", [*TYPES, torch.float32], ids=[*TYPE_IDS, "fp32"])
+def test_coded_scales_dequantize_to_the_cpus_bits(dtype: torch.dtype, bits: int, offset: bool) -> None:
+    weight = random_weight(bits, 100, 523, 40, offset=offset, scale_bits=8)
+    assert torch.equal(dequantize(weight.to(CUDA), dtype).cpu(), dequantize(weight, dtype))
+
+
+@pytest.mark.cuda
+def test_coded_scales_at_the_ends_of_their_range() -> None:
+    weight = random_weight(4, 64, 512, 64, offset=True, scale_bits=8)
+    stored = weight.stored
+    assert stored.offset is not None
+    stored.scales[0], stored.offset[:32], stored.offset[32:] = 255, -128, 127
+    stored.scale_factors[::3], stored.scale_factors[1::3] = 2.0**-24, 0.0  # fp16's smallest number; a row of zeros
+    x = torch.randn(1, 512, device=CUDA).half() * 100
+    assert torch.equal(dequantize(weight.to(CUDA), torch.float32).cpu(), dequantize(weight, torch.float32))
+    for kernel in candidates(x.dtype, 64, 512, 8):
+        y = run(weight, x, None, kernel)
+        assert not y[0, 1::3].any()
+        assert relative_error(y[:, 2::3], reference(weight, x, None)[:, 2::3]) < RTOL[torch.float16]
 
 
 @pytest.mark.cuda
@@ -114,7 +158,7 @@ def test_fp32_activations_keep_fp32_accuracy_and_the_canonical_op_agrees() -> No
     weight = random_weight(4, 160, 1024, 128, offset=True)
     x = torch.randn(3, 1024, device=CUDA)
     there = weight.to(CUDA)
-    y = bcq_linear(x, there.signs, there.scales, there.offset, None, 128)
+    y = bcq_linear(x, *linear_arguments(there, None))
     assert relative_error(y, reference(weight, x, None)) < RTOL[torch.float32]
 
 
@@ -131,7 +175,7 @@ def test_unusual_activations(dtype: torch.dtype, kernel: str) -> None:
     assert error < max(OUTLIER_RTOL, RTOL[dtype])
     denormal = (torch.randn(1, 1024, device=CUDA) * 3e-6).to(dtype)  # below fp16's smallest normal number, 6e-5
     scaled = random_weight(3, 96, 1024, 128, offset=False)
-    big = BcqWeight(scaled.signs, scaled.scales * 1000, None, 128, 1024)
+    big = BcqWeight(BcqTensors(scaled.stored.signs, scaled.stored.scales * 1000), 128, 1024)
     assert relative_error(run(big, denormal, None, kernel), reference(big, denormal, None)) < 4 * RTOL[dtype]
     for poison in (float("inf"), float("nan")):
         poisoned = torch.randn(1, 1024, device=CUDA).to(dtype)
@@ -152,13 +196,13 @@ def test_results_repeat_bit_for_bit(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_graph_capture_replays_on_new_inputs(kernel: str) -> None:
     weight = random_weight(2, 512, 1024, 128, offset=True).to(CUDA)
-    tiles, scale_tiles = weight.tiled()
+    arguments = prepared_arguments(weight.tiled(), None, kernel)
     x = torch.randn(1, 1024, device=CUDA).half()
-    bcq_linear_prepared(x, tiles, scale_tiles, None, 512, 128, kernel)
+    bcq_linear_prepared(x, *arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = bcq_linear_prepared(x, tiles, scale_tiles, None, 512, 128, kernel)
+        y = bcq_linear_prepared(x, *arguments)
     x.copy_(torch.randn(1, 1024))
     graph.replay()
     assert relative_error(y, reference(weight.to(torch.device("cpu")), x, None)) < RTOL[torch.float16]
@@ -167,18 +211,18 @@ def test_graph_capture_replays_on_new_inputs(kernel: str) -> None:
 @pytest.mark.cuda
 def test_first_use_inside_a_capture_is_refused() -> None:
     weight = random_weight(7, 32, 256, 64, offset=True).to(CUDA)
-    tiles, scale_tiles = weight.tiled()
+    arguments = prepared_arguments(weight.tiled(), None, LUT)
     x = torch.randn(1, 256, device=CUDA).half()
     torch.cuda.synchronize()
     with pytest.raises(KernelError, match="run the model once before"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        bcq_linear_prepared(x, tiles, scale_tiles, None, 32, 64, LUT)
+        bcq_linear_prepared(x, *arguments)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_non_default_stream_is_respected(kernel: str) -> None:
     weight = random_weight(3, 512, 2048, 128, offset=True)
-    tiles, scale_tiles = weight.to(CUDA).tiled()
+    arguments = prepared_arguments(weight.to(CUDA).tiled(), None, kernel)
     source = torch.randn(1, 2048, device=CUDA).half()
     run(weight, source, None, kernel)
     stream, x = torch.cuda.Stream(), torch.zeros_like(source)
@@ -186,7 +230,7 @@ def test_non_default_stream_is_respected(kernel: str) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)  # a kernel on another stream would read the zeros
         x.copy_(source)
-        y = bcq_linear_prepared(x, tiles, scale_tiles, None, 512, 128, kernel)
+        y = bcq_linear_prepared(x, *arguments)
     stream.synchronize()
     assert relative_error(y, reference(weight, source, None)) < RTOL[torch.float16]
 
@@ -194,11 +238,11 @@ def test_non_default_stream_is_respected(kernel: str) -> None:
 @pytest.mark.cuda
 def test_compiles_into_one_graph() -> None:
     weight = random_weight(4, 256, 512, 128, offset=True)
-    tiles, scale_tiles = weight.to(CUDA).tiled()
+    arguments = prepared_arguments(weight.to(CUDA).tiled(), None)
     x = torch.randn(2, 512, device=CUDA).half()
 
     def block(x: Tensor) -> Tensor:
-        return bcq_linear_prepared(x + 1, tiles, scale_tiles, None, 256, 128).relu()
+        return bcq_linear_prepared(x + 1, *arguments).relu()
 
     torch.testing.assert_close(torch.compile(block, fullgraph=True)(x), block(x))
 
@@ -215,5 +259,5 @@ def test_every_gpu_present_computes_the_same() -> None:
 @pytest.mark.cuda
 def test_unusable_kernel_is_refused() -> None:
     weight = random_weight(2, 32, 240, 24, offset=False)
-    with pytest.raises(KernelError, match=r"group size 24; choose bcq_lut_gemv, bcq_dequantize"):
+    with pytest.raises(KernelError, match=r"group size 24 and 16-bit scales; choose bcq_lut_gemv, bcq_dequantize"):
         run(weight, torch.randn(1, 240, device=CUDA).half(), None, BINARY)

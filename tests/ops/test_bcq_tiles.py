@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.formats.bcq import group_width
+from quantkit.formats.bcq import SCALE_BITS, group_width
 from quantkit.formats.planes import unpack_bits
 from quantkit.ops.bcq_tiles import TILE_COLUMNS, tile_counts, untile
 from tests.ops.bcq_cases import BcqWeight, random_weight
@@ -13,24 +13,24 @@ PLANES = 16
 FIXED_POINT_RTOL = 2.0**-12  # 16-bit planes with one scale per segment of Gaussian x: a few 2^-16, with slack
 
 
+@pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
 @pytest.mark.parametrize("offset", [False, True], ids=["plain", "offset"])
 @pytest.mark.parametrize(("rows", "columns", "group_size"), SHAPES, ids=SHAPE_IDS)
-def test_restoring_tiles_gives_the_canonical_bits(rows: int, columns: int, group_size: int, offset: bool) -> None:
-    weight = random_weight(3, rows, columns, group_size, offset=offset)
-    stored = untile(*weight.tiled(), rows, columns, group_size)
-    assert torch.equal(stored.signs, weight.signs)
-    assert torch.equal(stored.scales, weight.scales)
-    assert (stored.offset is None) == (not offset)
-    if offset:
-        assert stored.offset is not None
-        assert weight.offset is not None
-        assert torch.equal(stored.offset, weight.offset)
+def test_restoring_tiles_gives_the_canonical_bits(
+    rows: int, columns: int, group_size: int, offset: bool, scale_bits: int
+) -> None:
+    weight = random_weight(3, rows, columns, group_size, offset=offset, scale_bits=scale_bits)
+    before, after = weight.stored.named(), untile(weight.tiled()).named()
+    assert list(after) == list(before)
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name], tensor), name
 
 
 def test_sign_tiles_follow_the_drawing() -> None:
     weight = random_weight(2, 40, 700, 128, offset=False)
-    tiles, _ = weight.tiled()
-    bits = unpack_bits(weight.signs, weight.columns)
+    tiles = weight.tiled().tiles
+    bits = unpack_bits(weight.stored.signs, weight.columns)
     for plane, row, column in [(0, 0, 0), (1, 7, 31), (0, 8, 32), (1, 21, 300), (0, 39, 699), (1, 30, 511)]:
         row_tile, local = divmod(row, 16)
         k_tile, inner = divmod(column, TILE_COLUMNS)
@@ -41,15 +41,22 @@ def test_sign_tiles_follow_the_drawing() -> None:
         assert stored == int(bits[plane, row, column]), (plane, row, column)
 
 
-def test_scale_tiles_follow_the_drawing() -> None:
-    weight = random_weight(2, 40, 700, 128, offset=True)
-    _, scale_tiles = weight.tiled()
-    assert weight.offset is not None
+@pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
+def test_scale_tiles_follow_the_drawing(scale_bits: int) -> None:
+    weight = random_weight(2, 40, 700, 128, offset=True, scale_bits=scale_bits)
+    tiles, stored = weight.tiled(), weight.stored
+    assert (tiles.scale_bits, tiles.entries, tiles.weight_bits) == (scale_bits, 3, 2)
+    assert stored.offset is not None
+    offset = stored.offset.view(stored.scales.dtype)  # int8 codes as the bytes that hold them
     for row, group in [(0, 0), (1, 3), (9, 5), (22, 2), (39, 4)]:
         row_tile, local = divmod(row, 16)
         for entry in range(2):
-            assert scale_tiles[row_tile, group, local % 8, entry, local // 8] == weight.scales[entry, row, group]
-        assert scale_tiles[row_tile, group, local % 8, 2, local // 8] == weight.offset[row, group]
+            assert tiles.scale_tiles[row_tile, group, local % 8, entry, local // 8] == stored.scales[entry, row, group]
+        assert tiles.scale_tiles[row_tile, group, local % 8, 2, local // 8] == offset[row, group]
+        if scale_bits == 8:
+            assert tiles.factor_tiles is not None
+            assert stored.scale_factors is not None
+            assert tiles.factor_tiles[row_tile, local % 8, local // 8] == stored.scale_factors[row, 0]
 
 
 def _planes(x: Tensor) -> tuple[Tensor, float]:
@@ -62,7 +69,7 @@ def _planes(x: Tensor) -> tuple[Tensor, float]:
 
 def _fragment_gemv(weight: BcqWeight, x: Tensor, segment: int) -> Tensor:
     """The binary tensor-core product in plain integers, straight from the tiles: what each lane of a warp computes."""
-    tiles, scale_tiles = weight.tiled()
+    tiles, scale_tiles = weight.tiled().tiles, weight.tiled().scale_tiles
     row_tiles, k_tiles = tile_counts(weight.rows, weight.columns)
     padded = torch.zeros(k_tiles * TILE_COLUMNS, dtype=torch.float64)
     padded[: weight.columns] = x

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from quantkit.formats.table import dequantize
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.bcq import BcqSettings, Coding, alternate, greedy, quantize, solve_groups, solve_positive
+from quantkit.quantizers.bcq import BcqSettings, alternate, greedy, quantize, solve_groups, solve_positive
 from quantkit.quantizers.groups import weighted_error
+from quantkit.quantizers.levels import Coding
 from quantkit.quantizers.rounding import fit_uniform
 from quantkit.stats import LayerStats
 

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import StatsError
+from quantkit.formats.bcq import SCALE_BITS
 from quantkit.formats.table import dequantize
 from quantkit.quantizers import bcq, rounding
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.bcq import BcqSettings, Coding, solve_groups
+from quantkit.quantizers.bcq import BcqSettings, solve_groups
+from quantkit.quantizers.coding import CodeShape
 from quantkit.quantizers.compensation import compensate, refine
+from quantkit.quantizers.levels import Coding
 from quantkit.quantizers.rounding import RtnSettings
 
 FP32_RTOL = 1e-3  # differences of large sums in fp32
@@ -53,14 +56,15 @@ def test_compensated_rounding_lowers_the_output_error() -> None:
     assert compensated < 0.8 * plain
 
 
-def test_refining_never_raises_a_rows_loss() -> None:
+@pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
+def test_refining_never_raises_a_rows_loss(scale_bits: int) -> None:
     layer, settings = _layer(), BcqSettings(weight_bits=2, group_size=32)
 
     def fit(values: Tensor, importance: Tensor) -> Coding:
         return solve_groups(values, importance, settings)
 
-    start, hessian = compensate(layer, 32, 2, fit, damping=0.01)
-    best = refine(layer.weight, hessian, start, Coding, sweeps=2, offset=True)
+    start, hessian = compensate(layer, CodeShape(2, 32, scale_bits), fit, damping=0.01)
+    best = refine(layer.weight, hessian, start, sweeps=2, offset=True)
     before, after = (
         ((layer.weight - coding.dequantize()) @ hessian * (layer.weight - coding.dequantize())).sum(dim=1)
         for coding in (start, best)
