@@ -60,8 +60,9 @@ def _bits(layer: LayerSummary) -> str:
 
 
 def _group(settings: Mapping[str, Any]) -> str:
-    size = settings.get("group_size")
-    return {None: "tensor", -1: "row"}.get(size, str(size))
+    """Columns per scale, and the scales' bits where they are not 16: ``64 s8``."""
+    size, bits = settings.get("group_size"), settings.get("scale_bits", 16)
+    return {None: "tensor", -1: "row"}.get(size, str(size)) + ("" if bits == 16 else f" s{bits}")
 
 
 def _number(value: Any) -> str:

@@ -60,11 +60,12 @@ def row_grid(scales: Tensor, offset: Tensor, importance: Tensor) -> ScaleGrid:
     best = _representable(reach)
     least = torch.full_like(best, torch.inf)
     for stretch in _STRETCHES:
-        grid = ScaleGrid(_representable(reach * stretch))
+        factors = _representable(reach * stretch)
+        grid = ScaleGrid(factors)
         error = (grid.round_scales(scales) - scales).square().sum(dim=0) + (grid.round_offset(offset) - offset).square()
         error = (error * importance).sum(dim=-1, keepdim=True)
         better = error < least
-        best, least = torch.where(better, grid.factors, best), torch.where(better, error, least)
+        best, least = torch.where(better, factors, best), torch.where(better, error, least)
     return ScaleGrid(best)
 
 
@@ -84,4 +85,8 @@ def _reach(scales: Tensor, offset: Tensor) -> Tensor:
 
 
 def _representable(factors: Tensor) -> Tensor:
-    return factors.clamp(SMALLEST_SCALE, _LARGEST_FACTOR).half().float()
+    """The next larger fp16 numbers, so that every code still reaches: the steps between denormal ones are wide."""
+    wanted = factors.clamp(SMALLEST_SCALE, _LARGEST_FACTOR)
+    nearest = wanted.half()
+    above = (nearest.view(torch.int16) + 1).view(torch.float16)
+    return torch.where(nearest < wanted, above, nearest).float()

@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 
 def test_method_names_are_specs() -> None:
     assert method_spec("bcq-w4-g128") == BcqSpec(4, 128, offset=True)
+    assert method_spec("bcq-w3-g64-s8") == BcqSpec(3, 64, offset=True, scale_bits=8)
     assert method_spec("nuqmm-q2-grow") == BcqSpec(2, ROW_WISE, offset=False)
     for form in METHOD_NAMES:
         method_spec(form.example)

@@ -32,6 +32,7 @@ def x(rows: int, columns: int = 4096, dtype: torch.dtype = torch.float16) -> tor
 def test_near_shapes_share_a_class() -> None:
     assert shape_class(4, 4096, 11008, 128) == shape_class(4, 5120, 10240, 128) == "q4-s128-n12-k13"
     assert shape_class(4, 4096, 4096, 40) == "q4-sbytes-n12-k12"
+    assert shape_class(4, 4096, 4096, 64, 8) == "q4-s64-n12-k12-scales8"
 
 
 def test_unmeasured_shapes_follow_the_capability_table(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:

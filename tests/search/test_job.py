@@ -78,13 +78,22 @@ def _apply(plan: Path, model: Path, artifact: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("llama", ()), ("opt", ()), ("gpt2", ()), ("opt", ("scale_bits=8",))],
+    ids=["llama", "opt", "gpt2", "opt-coded-scales"],
+)
 def test_bytes_of_the_written_files_keep_the_budget(
-    family: str, find: Any, tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path
+    family: str,
+    settings: tuple[str, ...],
+    find: Any,
+    tiny_model: Callable[[str], Path],
+    calibration: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
-    smallest = find("smallest", "bpw", 2.0001 + 16 * 3 / 64, "measure=0", family=family).bytes
+    smallest = find("smallest", "bpw", 2.0001 + 16 * 3 / 64, "measure=0", *settings, family=family).bytes
     budget = smallest + SLACK
-    result = find("plan", "bytes", budget, "measure=0", family=family)
+    result = find("plan", "bytes", budget, "measure=0", *settings, family=family)
     out = _apply(tmp_path / "plan.yaml", tiny_model(family), calibration(family))
     written = folder_bytes(out)
     assert written <= result.bytes <= budget
@@ -93,6 +102,7 @@ def test_bytes_of_the_written_files_keep_the_budget(
         name: (layer.spec.weight_bits, layer.spec.group_size) for name, layer in read_checkpoint(out).layers.items()
     }
     assert chosen == {name: (o.weight_bits, o.group_size) for name, o in result.plan.options.items()}
+    assert {layer.spec.scale_bits for layer in read_checkpoint(out).layers.values()} == {8 if settings else 16}
 
 
 def test_bits_per_weight_keep_the_budget_and_use_it(

@@ -20,19 +20,23 @@ SPARE_PER_TENSOR, SPARE_PER_FILE = 12, 8
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recipe", ["bcq-w3-g128", "nuqmm-q3-g128"], ids=["offset", "no-offset"])
+@pytest.mark.parametrize(
+    "recipe",
+    [("bcq-w3-g128",), ("nuqmm-q3-g128",), ("bcq-w3-g64-s8",), ("nuqmm-q3-g128", "scale_bits=8")],
+    ids=["offset", "no-offset", "coded-scales", "coded-scales-no-offset"],
+)
 def test_written_files_are_never_larger_and_hardly_smaller(
-    family: str, recipe: str, tiny_model: Callable[[str], Path], tmp_path: Path
+    family: str, recipe: tuple[str, ...], tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     folder = tiny_model(family)
-    quantize_tiny(folder, tmp_path / "out", recipe)
+    quantize_tiny(folder, tmp_path / "out", *recipe)
     layers = read_checkpoint(tmp_path / "out").layers
     model, _ = load_model(str(folder))
     digits = offset_digits(model, float("inf"))
     predicted = fixed_bytes(model, layers, stored_dtype(str(folder)), digits)
     predicted += sum(quantized_bytes(name, layer.spec, layer.shape, digits) for name, layer in layers.items())
     written = folder_bytes(tmp_path / "out")
-    tensors = len(model.state_dict()) + 2 * len(layers)
+    tensors = len(model.state_dict()) + 3 * len(layers)
     assert 0 <= predicted - written <= SPARE_PER_TENSOR * tensors + SPARE_PER_FILE
 
 
