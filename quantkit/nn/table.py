@@ -42,5 +42,10 @@ LINEARS: dict[str, LinearRow] = {
         restore=bipolar_linear.restore,
         prepared_forward=bipolar_linear.prepared_forward,
     ),
-    "flatten": LinearRow(forward=flatten_linear.forward),
+    "flatten": LinearRow(
+        forward=flatten_linear.forward,
+        prepare=flatten_linear.prepare,
+        restore=flatten_linear.restore,
+        prepared_forward=flatten_linear.prepared_forward,
+    ),
 }

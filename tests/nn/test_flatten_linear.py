@@ -44,3 +44,21 @@ def test_casting_the_model_leaves_codes_and_scales_alone(module: QuantizedLinear
     dtypes = {name: tensor.dtype for name, tensor in module.tensors.items()}
     module.half()
     assert {name: tensor.dtype for name, tensor in module.tensors.items()} == dtypes
+
+
+@pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
+def test_prepared_module_computes_the_same_and_saves_the_stored_tensors(device: torch.device, bits: int) -> None:
+    x = torch.randn(64, 20) * torch.logspace(-1, 1, 20)
+    stats = LayerStats(x.abs().amax(0), x.abs().mean(0), x.square().mean(0), torch.zeros(HISTOGRAM_BINS), x, 64)
+    settings = FlattenSettings(bits=bits, smoothing="smoothquant")
+    packed = quantize(LayerInput("proj", torch.randn(12, 20), stats), settings)
+    plain = QuantizedLinear.from_packed(packed, torch.randn(12), torch.float32)
+    stored = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    expected = plain(x)
+    plain.to(device)
+    plain.prepare()
+    assert "tiles" in dict(plain.named_parameters())
+    assert torch.equal(plain(x.to(device)).cpu(), expected)
+    saved = plain.state_dict()
+    assert saved.keys() == stored.keys()
+    assert all(torch.equal(saved[name].cpu(), tensor) for name, tensor in stored.items())

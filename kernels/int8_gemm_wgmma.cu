@@ -1,0 +1,169 @@
+// int8GemmWgmma: y[M, N] = actScale * weightScale * (x W^T) + bias for INT8 codes, on Hopper's warpgroup products
+// (sm_90a).
+//
+// Operands stand in tiles of 64 rows x 128 columns in the order of the products' shared memory (bipolar.cuh), so a tile
+// is one bulk copy and no tensor map is needed. Sums are exact int32 (FlattenQuant 4.1: per-tensor scales come last).
+//
+//   block = 1 producer warpgroup + kConsumers consumer warpgroups, each 64 rows of x against kColumns rows of W
+//   stage = one k tile of both operands; kStages of them in flight
+//   grid: persistent; tiles of x run fastest within groups, so the blocks in flight share operands in L2
+//
+// Tiles that reach behind the last block of an operand copy that block again; what comes of it is not written.
+// Any M, N and K; integer sums in a fixed order repeat bit for bit.
+#include "int8_epilogue.cuh"
+#include "wgmma.cuh"
+
+constexpr int kGroupTiles = 16;  // tiles of x per group of the tile order
+constexpr int kSteps = kSwizzleBytes / kWgmmaDepthBytes;
+constexpr int kSharedAlignment = 1024;
+
+constexpr ProductKind kSignedBytes = static_cast<ProductKind>(2);
+#define QK_SIGNED(columns, regs, a, b, k) \
+    QK_PRODUCT(kSignedBytes, columns, "m64n" #columns "k32", ".s32.s8.s8", regs, a, b, k)
+QK_SIGNED(64, 32, 32, 33, 34)
+QK_SIGNED(128, 64, 64, 65, 66)
+QK_SIGNED(256, 128, 128, 129, 130)
+
+template <bool kValue>
+struct Constant {
+    static constexpr bool value = kValue;
+};
+
+// Tile ``index`` in the order: kGroupTiles tiles of x against all of W, then the next group.
+__device__ __forceinline__ void tileAt(int index, int tilesX, int tilesW, int& tileX, int& tileW) {
+    const int group = index / (kGroupTiles * tilesW), within = index % (kGroupTiles * tilesW);
+    const int height = min(kGroupTiles, tilesX - group * kGroupTiles);
+    tileX = group * kGroupTiles + within % height;
+    tileW = within / height;
+}
+
+// Start copying one k tile of kBlocks blocks of 64 rows.
+template <int kBlocks>
+__device__ __forceinline__ void copyBlocks(uint32 shared, uint64* full, const uint8* tiles, int first, int blocks,
+                                           int kTile, int kTiles) {
+#pragma unroll 1  // 24 registers are all the producer has
+    for (int b = 0; b < kBlocks; b++) {
+        const size_t block = min(first + b, blocks - 1);
+        copyBulk(shared + b * kPlaneBytes, tiles + (block * kTiles + kTile) * kPlaneBytes, kPlaneBytes, full);
+    }
+}
+
+// All products of one stage. kFirst: the sums start from zero by a constant, so their registers are free between tiles.
+template <int kColumns, bool kFirst>
+__device__ __forceinline__ void multiplyStage(int* sums, uint32 addressX, uint32 addressW) {
+    productFence();
+#pragma unroll
+    for (int s = 0; s < kSteps; s++) {
+        WarpgroupProduct<kSignedBytes, kColumns>::add(sums, operandDescriptor(addressX + s * kWgmmaDepthBytes),
+                                                      operandDescriptor(addressW + s * kWgmmaDepthBytes),
+                                                      !(kFirst && s == 0));
+    }
+    productCommit();
+}
+
+// One consumer's 64 rows; biases: of the tile's channels, in shared memory.
+template <bool kWhole, int kColumns, int kDtype>
+__device__ __forceinline__ void writeTile(const int* sums, const Output& out, const float* biases, int token,
+                                          int channel, int thread) {
+    const int lane = thread % kWarpSize, row = token + thread / kWarpSize * 16 + lane / 4;
+#pragma unroll
+    for (int start = 0; start < kColumns; start += kRunRows) {
+        const int first = start + lane % 4 * kRunChannels;
+        const float4 low = *reinterpret_cast<const float4*>(biases + first);
+        const float4 high = *reinterpret_cast<const float4*>(biases + first + 4);
+        const float bias[kRunChannels] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        writeRun<kWhole, kDtype>(sums + start / kRunRows * kRunDots, out, bias, row, channel + first);
+    }
+}
+
+template <int kColumns, int kConsumers, int kStages, int kDtype>
+__global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
+    int8GemmWgmma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,  // bipolar.cuh
+                  const float* __restrict__ actScale, const float* __restrict__ weightScale,  // [1] each
+                  const void* __restrict__ bias, uint8* __restrict__ y,                // [N] or null; [M, N] of kDtype
+                  int biasDtype, int M, int N, int kTiles, int tilesX, int tilesW) {   // tiles of K, along x, along W
+    // Two consumers start with 65536 / 384 registers a thread; the producer hands most of its own over.
+    constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static_assert(kConsumers == 1 || kConsumers == 2, "one or two consumer warpgroups");
+    constexpr int kBlocksW = kColumns / kBlockRows;
+    constexpr uint32 kStageBytes = (kConsumers + kBlocksW) * kPlaneBytes;
+
+    extern __shared__ uint8 dynamicShared[];
+    __shared__ uint64 full[kStages], empty[kStages];
+    __shared__ __align__(16) float biases[kConsumers][kColumns];
+    const uint32 base = (sharedAddress(dynamicShared) + kSharedAlignment - 1) & ~uint32(kSharedAlignment - 1);
+    const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
+    const int tiles = tilesX * tilesW;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < kStages; s++) {
+            barrierInit(&full[s], 1);
+            barrierInit(&empty[s], kConsumers);
+        }
+        barrierInitFence();
+    }
+    __syncthreads();
+
+    int stage = 0;
+    uint32 parity = 0;
+    const auto advance = [&] {
+        if (++stage == kStages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    };
+    if (warpgroup == 0) {
+        if constexpr (kConsumers == 2) giveRegisters<kProducerRegisters>();
+        if (thread != 0) return;
+        const int blocksX = (M + kBlockRows - 1) / kBlockRows, blocksW = (N + kBlockRows - 1) / kBlockRows;
+        for (int index = blockIdx.x; index < tiles; index += blockCount()) {
+            int tileX, tileW;
+            tileAt(index, tilesX, tilesW, tileX, tileW);
+            for (int k = 0; k < kTiles; k++, advance()) {
+                barrierWait(&empty[stage], parity ^ 1);
+                barrierExpect(&full[stage], kStageBytes);
+                const uint32 address = base + stage * kStageBytes;
+                copyBlocks<kConsumers>(address, &full[stage], xTiles, tileX * kConsumers, blocksX, k, kTiles);
+                copyBlocks<kBlocksW>(address + kConsumers * kPlaneBytes, &full[stage], wTiles, tileW * kBlocksW,
+                                     blocksW, k, kTiles);
+            }
+        }
+    } else {
+        if constexpr (kConsumers == 2) takeRegisters<kConsumerRegisters>();
+        const int consumer = warpgroup - 1, barrier = warpgroup;
+        const auto releaseBefore = [&] {  // the stage before this one
+            if (thread == 0) barrierArrive(&empty[stage == 0 ? kStages - 1 : stage - 1]);
+        };
+        const Output out{y, __fmul_rn(*actScale, *weightScale), M, N};
+        for (int index = blockIdx.x; index < tiles; index += blockCount()) {
+            int sums[kColumns / 2];
+            const auto multiply = [&](auto first) {
+                barrierWait(&full[stage], parity);
+                const uint32 address = base + stage * kStageBytes;
+                multiplyStage<kColumns, decltype(first)::value>(sums, address + consumer * kPlaneBytes,
+                                                                address + kConsumers * kPlaneBytes);
+            };
+            multiply(Constant<true>{});
+            int tileX, tileW;
+            tileAt(index, tilesX, tilesW, tileX, tileW);
+            for (int c = thread; c < kColumns; c += kWarpgroup) {  // while the first products run
+                biases[consumer][c] = biasOf(bias, biasDtype, tileW * kColumns + c, N);
+            }
+            advance();
+            for (int k = 1; k < kTiles; k++, advance()) {
+                multiply(Constant<false>{});
+                productWait<1>();
+                releaseBefore();
+            }
+            productWait<0>();
+            releaseBefore();
+            const int token = (tileX * kConsumers + consumer) * kWgmmaRows, channel = tileW * kColumns;
+            namedSync(barrier, kWarpgroup);  // the biases are there
+            if (isWhole(out, token, kWgmmaRows, channel, kColumns)) {
+                writeTile<true, kColumns, kDtype>(sums, out, biases[consumer], token, channel, thread);
+            } else {
+                writeTile<false, kColumns, kDtype>(sums, out, biases[consumer], token, channel, thread);
+            }
+            namedSync(barrier, kWarpgroup);  // all have read the biases
+        }
+    }
+}
