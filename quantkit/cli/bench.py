@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
     from quantkit.bench.decode import DecodeResult
     from quantkit.bench.kernels import LinearResult
+    from quantkit.bench.prefill import PrefillResult
 
-app = typer.Typer(help="Measure speed: one Linear, or a whole model's decoding.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure speed: one Linear, a whole model's decoding, or its context pass.", no_args_is_help=True
+)
 
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]
 PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw the results.")]
@@ -125,3 +128,55 @@ def _print_decode(results: list[DecodeResult]) -> None:
         rows.append([f"{r.model} {r.method}", *numbers, peak, faster])
     first = results[0]
     print_table(f"{first.prompt} tokens of prompt, {first.new} generated", columns, rows)
+
+
+@app.command()
+def prefill(
+    model: Annotated[str, typer.Argument(help="A shape's name (opt-13b, opt-30b, ...) or a folder.")],
+    method: Annotated[str, typer.Option(help="With a shape: fp16, smoothquant, flatten-o1, flatten-o3.")] = "",
+    batch: Annotated[str, typer.Option(help="Sequences at once, separated by commas.")] = "1,8",
+    seq: Annotated[str, typer.Option(help="Tokens per sequence, separated by commas.")] = "256,2048",
+    device: DeviceOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """One context pass of a whole model; on a GPU it is one CUDA graph."""
+    check_json_path(json_path)
+    from quantkit.bench.prefill import PrefillBench, run_prefill
+    from quantkit.bench.report import environment, to_json
+
+    where = _device(device)
+    facts = environment(where)
+    methods = tuple(filter(None, method.split(",")))
+    bench = PrefillBench(model, methods, _integers("--batch", batch), _integers("--seq", seq), where)
+    results = list(run_prefill(bench))
+    print_facts(facts)
+    _print_prefill(results)
+    write_json(json_path, to_json(facts, results=[asdict(result) for result in results]))
+
+
+def _print_prefill(results: list[PrefillResult]) -> None:
+    columns = (
+        "method",
+        "batch",
+        "tokens",
+        "ms",
+        "p90",
+        "tokens/s",
+        "TOPS",
+        "% peak",
+        "peak GB",
+        "INT4 layers",
+        "x fp16",
+    )
+    base = {(r.batch, r.length): r.ms for r in results if r.method == "fp16"}
+    rows = []
+    for r in results:
+        fp16 = base.get((r.batch, r.length))
+        gigabytes = None if r.peak_memory_bytes is None else r.peak_memory_bytes / 1e9
+        numbers = [(r.ms, 2), (r.p90_ms, 2), (r.tokens_per_second, 0), (r.tera_ops, 0), (r.peak_percent, 0)]
+        cells = ["-" if value is None else f"{value:.{digits}f}" for value, digits in (*numbers, (gigabytes, 2))]
+        faster = "-" if fp16 is None or r.ms is None else f"{fp16 / r.ms:.2f}"
+        rows.append([r.method, str(r.batch), str(r.length), *cells, f"{r.int4_share:.0%}", faster])
+    print_table(f"{results[0].model}: one context pass", columns, rows)
+    if any(r.method == "flatten-o3" for r in results):
+        typer.echo("INT4 layers save memory everywhere; they are faster only where the GPU has INT4 products.")

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.cli.calls import refusal, run
@@ -27,3 +28,12 @@ def test_bad_requests_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "--plot" in refusal(*linear, "--shapes", "4x64", "--method", "bcq-w4-g32", "--plot", missing)
     assert "not a device" in refusal("bench", "decode", "opt-30b", "--method", "bcq-w4-g128", "--device", "gpu")
     assert "--method is needed" in refusal("bench", "decode", "opt-30b", "--device", "cpu")
+
+
+def test_prefill_runs_a_folder_and_refuses_bad_requests(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    out, sizes = tmp_path / "prefill.json", ("--batch", "1", "--seq", "4,8", "--device", "cpu")
+    result = run("bench", "prefill", tiny_model("opt"), *sizes, "--json", out)
+    assert result.exit_code == 0, result.stderr
+    assert [row["length"] for row in json.loads(out.read_text())["results"]] == [4, 8]
+    assert "as stored" in result.stdout
+    assert "unknown; choose fp16" in refusal("bench", "prefill", "opt-13b", "--method", "int3", *sizes)

@@ -1,0 +1,96 @@
+"""Linears in the ``flatten`` format for benchmarks: sizes as the paper reports them, random content, exact check."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import BenchError
+from quantkit.formats.base import PackedWeight, Shape
+from quantkit.formats.flatten import FlattenSpec, max_code, pack_nibbles, padded_columns, unpack_codes
+from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.ops.flatten import flatten_quantize_reference
+
+FLATTEN_SHARES = {  # FlattenQuant Table 4: INT4 layers of O2 and O3, extended channels per channel
+    "opt-6.7b": (0.4725, 0.2441),
+    "opt-13b": (0.4575, 0.2150),
+    "opt-30b": (0.4829, 0.2242),
+    "opt-66b": (0.4737, 0.2165),
+}
+_OTHER_SHARES = FLATTEN_SHARES["opt-30b"]
+METHODS = ("fp16", "smoothquant", "flatten-o1", "flatten-o3")
+"""What ``bench prefill --method`` may name; flatten-o2 has the sizes of flatten-o3."""
+
+_LARGEST_INPUT = 4.0  # activations are roughly normal with deviation 1
+_WEIGHT_DEVIATION = 0.02
+_UNIFORM_DEVIATION = 12**-0.5
+_CHECKED_ROWS = 8
+
+
+def flatten_spec(model: str, method: str, index: int, columns: int) -> FlattenSpec:
+    """The spec of Linear number ``index`` of a model, K = columns, under a method of METHODS but fp16.
+
+    INT4 layers are spread evenly over the model, in the share that the paper reports; models it does not have take
+    those of OPT-30B. smoothquant: INT8 without extended columns.
+    """
+    share, ratio = FLATTEN_SHARES.get(model, _OTHER_SHARES)
+    if method == "smoothquant":
+        return FlattenSpec(8, 8, padded_columns(columns))
+    int4 = method == "flatten-o3" and int((index + 1) * share) > int(index * share)
+    bits = 4 if int4 else 8
+    return FlattenSpec(bits, bits, padded_columns(columns + round(columns * ratio)))
+
+
+def random_flatten_linear(spec: FlattenSpec, shape: Shape, like: Tensor) -> QuantizedLinear:
+    """A Linear of random codes without bias, on the device and in the element type of ``like``.
+
+    Every extended column is the second slice of another channel; inputs of deviation 1 give outputs near 1.
+    """
+    rows, channels = shape
+    device, extra = like.device, spec.extended_channels - channels
+    source = torch.randperm(channels, device=device)[: min(extra, channels)].sort().values.int()
+    source = torch.cat((source, source.new_zeros(extra - source.numel())))
+    channel = torch.cat((torch.arange(channels, dtype=torch.int32, device=device), source))
+    segment = torch.cat((channel.new_zeros(channels), channel.new_ones(extra)))
+    top = max_code(spec.weight_bits)
+    codes = torch.randint(-top, top + 1, (rows, spec.extended_channels), dtype=torch.int8, device=device)
+    tensors = {
+        "codes": pack_nibbles(codes) if spec.weight_bits == 4 else codes,
+        "source_channel": channel,
+        "source_segment": segment,
+        "weight_scale": torch.tensor([_WEIGHT_DEVIATION / (2 * top * _UNIFORM_DEVIATION)], device=device),
+        "act_scale": torch.tensor([_LARGEST_INPUT / max_code(spec.act_bits)], device=device),
+    }
+    if spec.smooth:
+        tensors["smooth_scale"] = torch.rand(channels, device=device) + 0.5
+    module = QuantizedLinear.from_packed(PackedWeight(spec, shape, tensors, {}), None, like.dtype)
+    module.settle()
+    return module
+
+
+def exact_sums(act_codes: Tensor, codes: Tensor) -> Tensor:
+    """act_codes codes^T in fp64, which holds every sum: [M, K_ext] int8 and stored codes -> [M, N]."""
+    return act_codes.double() @ unpack_codes(codes).double().T
+
+
+def check_flatten_linear(what: str, module: QuantizedLinear, x: Tensor) -> None:
+    """Compare some rows of y for x [M, K] with the reference's codes and exact sums, bit for bit.
+
+    Raises BenchError where a bit differs.
+    """
+    tensors, chosen = module.tensors, torch.linspace(0, x.shape[0] - 1, _CHECKED_ROWS).round().long().to(x.device)
+    scales, smooth = (tensors["act_scale"], tensors["weight_scale"]), tensors.get("smooth_scale")
+    acts = flatten_quantize_reference(
+        x[chosen].cpu(),
+        tensors["source_channel"].cpu(),
+        tensors["source_segment"].cpu(),
+        scales[0].cpu(),
+        None if smooth is None else smooth.cpu(),
+        module.spec.act_bits,
+    )
+    sums = exact_sums(acts.to(x.device), tensors["codes"])
+    expected = sums.float() * (scales[0] * scales[1])
+    if module.bias is not None:
+        expected = expected + module.bias.float()
+    if not torch.equal(module(x)[chosen], expected.to(x.dtype)):
+        raise BenchError(f"{what}: differs from exact integer arithmetic; not timed")
