@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.bench.timing import FilledScalars
 from quantkit.errors import BenchError
 
 _WARM_UP_STEPS = 2
@@ -114,7 +115,7 @@ def captured_step(session: Session) -> Callable[[], None]:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), FilledScalars():
         step(session)
     _rewind(session, *kept)
     replay: Callable[[], None] = graph.replay

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 from quantkit.errors import BenchError
 
@@ -68,6 +69,16 @@ def measure(calls: Sequence[Call], device: torch.device, *, min_repeats: int = M
     return _measure_cuda(calls, device, min_repeats) if device.type == "cuda" else _measure_cpu(calls, min_repeats)
 
 
+class FilledScalars(TorchFunctionMode):
+    """Makes torch.tensor(number, device=...) a fill: a copy from the host, as in masks, cannot be captured."""
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call func, or torch.full in the place of torch.tensor."""
+        if func is torch.tensor and isinstance(args[0], int | float):
+            func, args = torch.full, ((), *args)
+        return func(*args, **(kwargs or {}))
+
+
 def capture(calls: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGraph:
     """One CUDA graph running the calls in order; each ran once before, so that kernels are loaded."""
     with torch.cuda.device(device):
@@ -79,7 +90,7 @@ def capture(calls: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGraph
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph), FilledScalars():
             for call in calls:
                 call()
     return graph

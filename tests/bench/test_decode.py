@@ -76,7 +76,9 @@ def test_bad_requests_are_one_line(model: str, method: str | None, message: str)
 
 
 @pytest.mark.cuda
-def test_graph_replays_give_the_eager_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(shapes.MODELS, "tiny", replace(TINY, hidden=256, ffn=512))
+@pytest.mark.parametrize("family", ["llama", "opt", "bloom"])
+def test_graph_replays_give_the_eager_tokens(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    shape = replace(TINY, family=family, hidden=256, ffn=512, kv_heads=2 if family == "llama" else 4)
+    monkeypatch.setitem(shapes.MODELS, "tiny", shape)
     results = list(run_decode(DecodeBench("tiny", "bcq-w4-g128", 12, 8, torch.device("cuda"))))
     assert [result.method for result in results] == ["float", "bcq-w4-g128"]

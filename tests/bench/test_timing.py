@@ -3,7 +3,7 @@ import time
 import pytest
 import torch
 
-from quantkit.bench.timing import check_peak, check_result, measure, rotation_length
+from quantkit.bench.timing import FilledScalars, check_peak, check_result, measure, rotation_length
 from quantkit.errors import BenchError
 
 CPU = torch.device("cpu")
@@ -49,3 +49,11 @@ def test_rotation_exceeds_the_cache_and_graph_times_agree_with_traffic() -> None
     assert len(buffers) * size >= 8 * l2
     timing = measure([buffer.sum for buffer in buffers], device)
     assert 1e9 < size / timing.median < 2e13
+
+
+def test_numbers_become_fills() -> None:
+    """A fill can be captured in a graph, a copy from the host cannot; everything else is left alone."""
+    with FilledScalars():
+        assert torch.equal(torch.tensor(0.5, dtype=torch.float16), torch.full((), 0.5, dtype=torch.float16))
+        assert torch.tensor(3).dtype == torch.int64
+        assert torch.tensor([1.0, 2.0]).shape == (2,)
