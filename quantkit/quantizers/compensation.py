@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.errors import StatsError
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.coding import Coder, CodeShape, FitGroup, GroupCodes, code_groups
+from quantkit.quantizers.coding import Coder, CodeShape, FitGroup, GroupCodes
 from quantkit.quantizers.gptq import GptqOptions, gptq, inverse_factor
 from quantkit.quantizers.levels import Coding
 from quantkit.quantizers.scales import ScaleGrid, roomy_grid
@@ -20,7 +20,7 @@ from quantkit.quantizers.scales import ScaleGrid, roomy_grid
 # Pull of a scale refit towards the scales it starts from, as a share of the mean diagonal of its normal equations.
 _PROXIMAL = 1e-4
 _BLOCK_COLUMNS = 64
-# What 8-bit scales may grow by while errors of earlier groups are moved into later ones.
+# What 8-bit scales may grow by over the fp16 ones that their factors were taken from.
 _ROOM = 1.15
 
 
@@ -41,14 +41,29 @@ def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: f
     except StatsError as error:
         raise StatsError(f"{layer.name}: {error}") from error
     importance = factor.diagonal().square().reciprocal()
-    grid = _expected_grid(weight, importance, shape, fit) if shape.coded_scales else ScaleGrid()
+    coding = _code_in_order(weight, hessian, importance, needed, shape, fit, ScaleGrid())
+    if shape.coded_scales:  # the factors must be there before the first group: once more, with those of the fp16 scales
+        grid = roomy_grid(coding.scales, coding.offset, _ROOM)
+        coding = _code_in_order(weight, hessian, importance, needed, shape, fit, grid)
+    return coding, _damped(hessian, needed)
+
+
+def _code_in_order(
+    weight: Tensor,
+    hessian: Tensor,
+    importance: Tensor,
+    damping: float,
+    shape: CodeShape,
+    fit: FitGroup,
+    grid: ScaleGrid,
+) -> GroupCodes:
     coding = GroupCodes.empty(weight, shape, grid)
     coder: list[Coder] = []
 
     def begin(first: int, values: Tensor) -> None:
         weights = importance[first : first + values.shape[1]]
         fitted = fit(values.contiguous(), (weights / weights.max()).expand(values.shape).contiguous())
-        coder[:] = [fitted if grid.factors is None else _rounded(fitted, grid)]
+        coder[:] = [fitted if grid.factors is None else _rounded_levels(fitted, grid)]
         coding.scales[:, :, first // coding.width] = coder[0].scales
         coding.offset[:, first // coding.width] = coder[0].offset
 
@@ -57,17 +72,11 @@ def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: f
         coding.codes[:, column] = found[:, 0]
         return levels[:, 0]
 
-    gptq(weight, hessian, round_column, options=GptqOptions(needed), group_size=coding.width, begin_group=begin)
-    return coding, _damped(hessian, needed)
+    gptq(weight, hessian, round_column, options=GptqOptions(damping), group_size=coding.width, begin_group=begin)
+    return coding
 
 
-def _expected_grid(weight: Tensor, importance: Tensor, shape: CodeShape, fit: FitGroup) -> ScaleGrid:
-    """Factors for scales not known yet: those fitted to the weight as it is, and some room."""
-    coding = code_groups(weight, importance, CodeShape(shape.bits, shape.group_size, 16), fit)
-    return roomy_grid(coding.scales, coding.offset, _ROOM)
-
-
-def _rounded(coder: Coder, grid: ScaleGrid) -> Coding:
+def _rounded_levels(coder: Coder, grid: ScaleGrid) -> Coding:
     """The levels of one group of every row, scales and offset rounded."""
     return Coding(grid.round_scales(coder.scales[..., None])[..., 0], grid.round_offset(coder.offset[:, None])[:, 0])
 
@@ -130,21 +139,35 @@ def _refit_scales(weight: Tensor, hessian: Tensor, start: GroupCodes, *, offset:
         diagonal = normal.diagonal(dim1=1, dim2=2)
         diagonal += _PROXIMAL * diagonal.mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).tiny
         step = torch.linalg.solve(normal, (basis @ pressure[:, span, None]).double()).squeeze(-1).float()  # [N, U]
-        before = scales[:, :, group], shift[:, group]
-        wanted = before[0] + step[:, : start.bits].t()
-        turned = (wanted < 0) & (grid.factors is not None)  # codes are not negative: the plane takes opposite signs
+        before = torch.cat([scales[:, :, group], shift[:, group][None]] if offset else [scales[:, :, group]]).t()
+        after = _rounded(grid, before + step, normal, start.bits)
+        change = torch.einsum("nu,nug->ng", after - before, basis)
+        turned = (after[:, : start.bits] < 0) & (grid.factors is not None)  # codes are not negative: opposite signs
         for i in range(start.bits):
-            codes[:, span] ^= turned[i, :, None].to(torch.uint8) << i
-        sign = torch.where(turned, -1.0, 1.0)
-        rounded = grid.round_scales((wanted * sign)[..., None])[..., 0]
-        change = torch.einsum("bn,nbg->ng", rounded * sign - before[0], basis[:, : start.bits])
-        scales[:, :, group] = rounded
+            codes[:, span] ^= turned[:, i, None].to(torch.uint8) << i
+        scales[:, :, group] = torch.where(turned, -after[:, : start.bits], after[:, : start.bits]).t()
         if offset:
-            moved = grid.round_offset((before[1] + step[:, start.bits])[:, None])[:, 0]
-            change += (moved - before[1])[:, None]
-            shift[:, group] = moved
+            shift[:, group] = after[:, start.bits]
         pressure -= change @ hessian[span, :]
     return GroupCodes(codes, scales, shift, start.width, grid)
+
+
+def _rounded(grid: ScaleGrid, wanted: Tensor, normal: Tensor, bits: int) -> Tensor:
+    """Scales (and offset) [N, U] of one group of every row, rounded; negative scales stay negative.
+
+    normal: [N, U, U]. Coded ones are rounded one by one, the last first, each where the loss has its minimum given
+    those rounded before it (Babai's nearest plane): the errors of a group's few numbers make up for each other.
+    """
+    if grid.factors is None:
+        return wanted.half().float()
+    upper = torch.linalg.cholesky(normal, upper=True).float()
+    rounded = torch.empty_like(wanted)
+    for u in reversed(range(wanted.shape[1])):
+        missing = ((wanted - rounded)[:, u + 1 :] * upper[:, u, u + 1 :]).sum(dim=1) / upper[:, u, u]
+        best = (wanted[:, u] + missing)[:, None]
+        nearest = grid.round_scales(best.abs()).copysign(best) if u < bits else grid.round_offset(best)
+        rounded[:, u] = nearest[:, 0]
+    return rounded
 
 
 def _descend_codes(weight: Tensor, hessian: Tensor, start: GroupCodes) -> GroupCodes:
