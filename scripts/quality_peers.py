@@ -32,7 +32,7 @@ from torch import Tensor
 import quantkit
 from quantkit.calibration.artifact import load_calibration
 from quantkit.models.families import block_linears, linear_weight
-from quantkit.models.loading import load_model
+from quantkit.models.loading import load_model, resolve_model
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,21 @@ def hqq(model: str, _windows: Tensor, setting: Setting, device: str) -> dict[str
 
 
 def gptq(model: str, windows: Tensor, setting: Setting, device: str) -> dict[str, Tensor]:
-    """GPTQModel with its defaults (group-aware activation order), but asymmetric grids."""
-    from gptqmodel import GPTQModel, QuantizeConfig
+    """GPTQModel with its defaults (group-aware activation order), but asymmetric grids; read back from its checkpoint.
+
+    The layers in memory right after quantizing hold zeros in the file's convention, one below what dequantizing takes.
+    """
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     config = QuantizeConfig(bits=setting.bits, group_size=setting.group_size, sym=False, offload_to_disk=False)
-    peer = GPTQModel.load(model, config, dtype=torch.float32, device=device)
+    peer = GPTQModel.load(resolve_model(model).location, config, dtype=torch.float32, device=device)
     rows = [{"input_ids": row[None].long(), "attention_mask": torch.ones_like(row[None])} for row in windows]
     peer.quantize(rows, batch_size=1)
-    found = {name: module for name, module in peer.model.named_modules() if hasattr(module, "dequantize_weight")}
-    return {name: module.dequantize_weight().detach().t().float() for name, module in found.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        peer.save(folder)
+        stored = GPTQModel.load(folder, device=device, dtype=torch.float16, backend=BACKEND.GPTQ_TORCH)
+        found = {name: module for name, module in stored.model.named_modules() if hasattr(module, "dequantize_weight")}
+        return {name: module.dequantize_weight().detach().t().float() for name, module in found.items()}
 
 
 PEERS = {
