@@ -20,7 +20,7 @@ NAMES = {"7": "Eq 5 smoothing", "9": "boxplot clip of Eq 6"}
 def markdown(document: dict[str, Any]) -> str:
     """Every table for which rows were measured, with the machine they were measured on."""
     entries = {model: {row["run"]: row for row in entry["rows"]} for model, entry in document["models"].items()}
-    parts = list(dict.fromkeys(_environment(entry["environment"]) for entry in document["models"].values()))
+    parts = [_environments(document["models"])]
     for model, rows in entries.items():
         parts += [_levels(model, rows)]
     for model, rows in entries.items():
@@ -30,9 +30,17 @@ def markdown(document: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _environment(facts: dict[str, Any]) -> str:
-    packages = ", ".join(f"{name} {number}" for name, number in facts["packages"].items())
-    return f"Measured on {facts['machine']} with Python {facts['python']}, {packages}."
+def _environments(models: dict[str, Any]) -> str:
+    """A line per machine; it names the models where there are several machines."""
+    found: dict[str, list[str]] = {}
+    for model, entry in models.items():
+        facts = entry["environment"]
+        packages = ", ".join(f"{name} {number}" for name, number in facts["packages"].items())
+        machine = f"{facts['machine']} with Python {facts['python']}, {packages}"
+        found.setdefault(machine, []).append(model)
+    return "\n".join(
+        f"Measured on {machine}{': ' + ', '.join(names) if len(found) > 1 else ''}." for machine, names in found.items()
+    )
 
 
 def _table(title: str, columns: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
@@ -41,7 +49,8 @@ def _table(title: str, columns: tuple[str, ...], lines: Iterable[tuple[str, ...]
 
 
 def _score(row: dict[str, Any]) -> str:
-    return f"{row['evaluation']['perplexity']:.2f} ± {row['evaluation']['stderr']:.2f}"
+    elsewhere = f" ({row['environment']['machine']})" if "environment" in row else ""
+    return f"{row['evaluation']['perplexity']:.2f} ± {row['evaluation']['stderr']:.2f}{elsewhere}"
 
 
 def _percent(value: float) -> str:

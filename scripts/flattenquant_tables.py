@@ -89,7 +89,8 @@ def measure_model(
     runs = {run.key: run for table in tables for run in TABLES[table] if run.key not in done}
     if not runs:
         return
-    entry["environment"] = environment(options.device)
+    here = environment(options.device)
+    there = entry.setdefault("environment", here)
     with tempfile.TemporaryDirectory() as folder:
         work, model = Path(folder), source
         if factor:
@@ -111,6 +112,8 @@ def measure_model(
         del loaded
         for run in runs.values():
             row = measure(model, run, work, options, int(seq_len))
+            if here != there:
+                row["environment"] = here
             entry["rows"].append(row)
             print(argument, run.key, f"{row['evaluation']['perplexity']:.3f}", file=sys.stderr, flush=True)
             keep.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
