@@ -132,7 +132,8 @@ def _size(model: str) -> tuple[str, int | None, float]:
 def _label(spec: Any) -> str:
     name = format_name(spec)
     bits, group = FORMATS[name].weight_bits(spec), getattr(spec, "group_size", None)
-    return f"{name} q{bits}" + ("" if group is None else " row" if group < 0 else f" g{group}")
+    scales = " s8" if getattr(spec, "scale_bits", 16) == 8 else ""
+    return f"{name} q{bits}" + ("" if group is None else " row" if group < 0 else f" g{group}") + scales
 
 
 def comparison_table(document: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
