@@ -79,7 +79,7 @@ def search_figures(name: str, document: Document) -> list[FigureSpec]:
 
 def checkpoint_figures(name: str, document: Document) -> list[FigureSpec]:
     """Bits, and the output error where a calibration was used, of every layer of a checkpoint."""
-    layers = sorted(document["layers"], key=lambda layer: str(layer["name"]))  # stored in groups of equal format
+    layers = document["layers"]
     bits = {layer["name"]: float(layer["bits_per_weight"]) for layer in layers}
     figures = [_heat_map(f"Bits per weight ({name})", "Scales and offsets included.", bits, "{:.2f}", log=False)]
     for key, meaning in (("output_error", "output"), ("weight_error", "weight")):
@@ -101,7 +101,7 @@ def divergence_figure(documents: Mapping[str, Document]) -> FigureSpec:
 
 
 def comparison_figures(name: str, document: Document) -> list[FigureSpec]:
-    """Perplexity, and the first accuracy where tasks were run, against the compression ratio."""
+    """Perplexity, and each task's accuracy where tasks were run, against the compression ratio."""
     rows = [row for row in document["rows"] if row["bytes"]]
     if len(rows) < 2:
         return []

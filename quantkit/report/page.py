@@ -20,6 +20,7 @@ from quantkit.report.figures import (
     png,
     search_figures,
 )
+from quantkit.report.quality import COLUMNS, Measured, by_model, quality_figure
 from quantkit.report.sources import Sources, find_sources
 from quantkit.search.plan import optimality
 
@@ -66,6 +67,7 @@ def all_figures(sources: Sources) -> list[FigureSpec]:
     figures: list[FigureSpec] = []
     for name, document in sources.searches.items():
         figures += search_figures(name, document)
+    figures += [quality_figure(model, rows) for model, rows in by_model(sources.tables).items()]
     for name, document in sources.comparisons.items():
         figures += comparison_figures(name, document)
     if sources.divergences:
@@ -79,6 +81,7 @@ def page(title: str, sources: Sources) -> str:
     """The whole page."""
     parts = [f"<h1>{escape(title)}</h1><p>Made by quantkit {escape(quantkit.__version__)}.</p>"]
     parts += [_search(name, document) for name, document in sources.searches.items()]
+    parts += [_quality(model, rows) for model, rows in by_model(sources.tables).items()]
     parts += [comparison_section(name, document) for name, document in sources.comparisons.items()]
     if sources.divergences:
         parts.append(_divergences(sources.divergences))
@@ -138,6 +141,11 @@ def _search(name: str, document: Document) -> str:
     return "".join(
         [f"<h2>Search: {escape(name)}</h2>", _facts(facts), *drawn, _folded("Layers", _table(columns, rows))]
     )
+
+
+def _quality(model: str, rows: Sequence[Measured]) -> str:
+    table = _table(COLUMNS, [row.cells() for row in rows])
+    return f"<h2>Recipes: {escape(model)}</h2>{_figure(quality_figure(model, rows))}{table}"
 
 
 def _divergences(documents: Mapping[str, Document]) -> str:

@@ -17,18 +17,20 @@ Document = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Sources:
-    """JSON documents by file name: plans of searches, checkpoint summaries, divergences, perplexities, comparisons."""
+    """JSON documents by file name: plans of searches, checkpoint summaries, divergences, perplexities, comparisons, and
+    tables of many recipes' perplexities."""
 
     searches: Mapping[str, Document]
     checkpoints: Mapping[str, Document]
     divergences: Mapping[str, Document]
     perplexities: Mapping[str, Document]
     comparisons: Mapping[str, Document]
+    tables: Mapping[str, Document]
 
     @property
     def empty(self) -> bool:
         """Whether nothing was found."""
-        kinds = (self.searches, self.checkpoints, self.divergences, self.perplexities, self.comparisons)
+        kinds = (self.searches, self.checkpoints, self.divergences, self.perplexities, self.comparisons, self.tables)
         return not any(kinds)
 
 
@@ -66,7 +68,7 @@ def _plan_files(path: Path) -> list[Path]:
 
 def _sort_out(root: Path, checkpoints: dict[str, Document], files: list[Path]) -> Sources:
     found: dict[str, dict[str, Document]] = {
-        kind: {} for kind in ("searches", "divergences", "perplexities", "comparisons")
+        kind: {} for kind in ("searches", "divergences", "perplexities", "comparisons", "tables")
     }
     for file in files:
         document = _read(file)
@@ -93,4 +95,7 @@ def _kind(document: Any) -> str | None:
         return "divergences"
     if {"perplexity", "stderr", "text_sha256", "recipe"} <= document.keys():
         return "perplexities"
+    rows = document.get("rows")
+    if isinstance(rows, list) and rows and all(isinstance(row, dict) and "evaluation" in row for row in rows):
+        return "tables"
     return None

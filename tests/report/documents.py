@@ -110,3 +110,20 @@ def write(path: Path, document: Any) -> Path:
     """The document as a JSON file."""
     path.write_text(json.dumps(document))
     return path
+
+
+def quality_document() -> dict[str, Any]:
+    """A table of recipes, as scripts/quality_table.py writes it, and one row of a peer that names its model."""
+    place = {"device": "cpu"}
+
+    def score(value: float) -> dict[str, Any]:
+        return {"perplexity": value, "stderr": 0.5}
+
+    sized = [("bcq-w4-g128", 4.625, 25.0), ("bcq-w3-g128", 3.5, 27.5), ("bcq-w3-g128+group_size=-1", 3.25, 29.0)]
+    rows = [
+        {"recipe": name, "bits_per_weight": bits, "bytes": 10**6, "evaluation": score(value), "environment": place}
+        for name, bits, value in sized
+    ]
+    original = {"recipe": "original", "evaluation": score(24.0), "environment": place}
+    peer = {"model": "tiny", "peer": "hqq:4:64", "bits_per_weight": 4.5, "evaluation": score(26.0)}
+    return {"model": "tiny", "rows": [original, *rows, peer]}

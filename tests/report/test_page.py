@@ -50,6 +50,7 @@ def results(tiny_model: Callable[[str], Path], tmp_path: Path) -> Path:
     documents.write(folder / "d.json", documents.divergence_document())
     documents.write(folder / "p.json", documents.perplexity_document())
     documents.write(folder / "c.json", documents.comparison_document())
+    documents.write(folder / "q.json", documents.quality_document())
     return folder
 
 
@@ -58,8 +59,8 @@ def test_page_is_whole_and_self_contained(results: Path, tmp_path: Path) -> None
     page = _Page((tmp_path / "r.html").read_text())
     assert page.open == []
     assert all(link.startswith("data:image/png;base64,") for link in page.links)
-    # search 3, comparison 2 (perplexity, one accuracy), divergence 1, checkpoint 2 (bits, weight error)
-    assert len(page.images) == 8
+    # search 3, recipes 1, comparison 2 (perplexity, one accuracy), divergence 1, checkpoint 2 (bits, weight error)
+    assert len(page.images) == 9
     for image in page.images:
         assert base64.b64decode(image.split(",", 1)[1]).startswith(PNG_START)
     expected = (
@@ -70,6 +71,8 @@ def test_page_is_whole_and_self_contained(results: Path, tmp_path: Path) -> None
         "0.6250 ± 0.0200",
         "q4",
         "2.7000",
+        "27.500 ± 0.500",
+        "hqq:4:64 (peer)",
     )
     for text in (*expected, "model.decoder.layers.1.fc2", "3.25"):
         assert text in page.text, text
@@ -106,6 +109,21 @@ def test_what_was_measured_is_drawn(tmp_path: Path) -> None:
     sensitivity.draw(axes)
     assert [label.get_text() for label in axes.get_yticklabels()] == ["attn.q", "mlp.<up>"]
     assert re.sub("e-0?", "e-", axes.texts[0].get_text()) == "6.2e-2"
+
+
+def test_recipes_of_one_family_are_joined() -> None:
+    """Rows that differ in bits and group alone make one line, at 16 over their bits per weight."""
+    from matplotlib.figure import Figure
+
+    from quantkit.report.quality import by_model, quality_figure
+
+    ((model, rows),) = by_model({"q.json": documents.quality_document()}).items()
+    axes = Figure().subplots()
+    quality_figure(model, rows).draw(axes)
+    drawn = {line.get_label(): line for line in axes.lines if not str(line.get_label()).startswith("_")}
+    assert drawn.keys() == {"bcq", "hqq (peer)"}
+    assert list(drawn["bcq"].get_xdata()) == [16 / 4.625, 16 / 3.5, 16 / 3.25]
+    assert list(drawn["bcq"].get_ydata()) == [25.0, 27.5, 29.0]
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,13 @@ def test_every_kind_is_found_in_a_folder_and_the_folders_in_it(
     documents.write(tmp_path / "plan.json", documents.search_document())
     documents.write(tmp_path / "c.json", documents.comparison_document())
     documents.write(tmp_path / "p.json", documents.perplexity_document())
+    documents.write(tmp_path / "q.json", documents.quality_document())
     documents.write(tmp_path / "other.json", {"kind": "unknown"})
     documents.write(tmp_path / "list.json", [1, 2])
     found = find_sources(tmp_path)
     names = [found.searches, found.checkpoints, found.divergences, found.perplexities, found.comparisons]
     assert [list(kind) for kind in names] == [["plan.json"], ["q4"], ["q4/divergence.json"], ["p.json"], ["c.json"]]
+    assert list(found.tables) == ["q.json"]
     assert list(find_sources(tmp_path / "q4").checkpoints) == ["q4"]
 
 

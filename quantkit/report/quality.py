@@ -1,0 +1,83 @@
+"""Quality tables in a report: perplexity against bits per weight of many recipes, of quantkit and of other toolkits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantkit.report.figures import FigureSpec
+
+Document = Mapping[str, Any]
+
+_SIZES = re.compile(r"-?[wq]\d+|-g\d+|\+group_size=-?\d+|:\d+")
+COLUMNS = ("recipe", "bits/weight", "MB", "perplexity", "device")
+_STORED_BITS = 16  # what compression ratios are stated against
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row. name: a recipe, with its settings, or NAME:BITS:GROUP of another toolkit. megabytes: None where nothing
+    was written. bits_per_weight: None for the original."""
+
+    name: str
+    bits_per_weight: float | None
+    megabytes: float | None
+    perplexity: float
+    stderr: float
+    device: str
+
+    @property
+    def family(self) -> str:
+        """The name without bits and group size: what one line of the figure joins."""
+        return _SIZES.sub("", self.name)
+
+    def cells(self) -> list[str]:
+        """The row as text, under COLUMNS."""
+        bits = "" if self.bits_per_weight is None else f"{self.bits_per_weight:.3f}"
+        size = "" if self.megabytes is None else f"{self.megabytes:.1f}"
+        return [self.name, bits, size, f"{self.perplexity:.3f} ± {self.stderr:.3f}", self.device]
+
+
+def by_model(documents: Mapping[str, Document]) -> dict[str, list[Measured]]:
+    """The rows of all tables by model; a row that names no model is of its table's."""
+    models: dict[str, list[Measured]] = {}
+    for document in documents.values():
+        for row in document["rows"]:
+            measured = Measured(
+                row.get("recipe") or f"{row['peer']} (peer)",
+                row.get("bits_per_weight"),
+                row["bytes"] / 1e6 if "bytes" in row else None,
+                row["evaluation"]["perplexity"],
+                row["evaluation"]["stderr"],
+                row.get("environment", {}).get("device", ""),
+            )
+            models.setdefault(str(row.get("model") or document["model"]), []).append(measured)
+    return models
+
+
+def quality_figure(model: str, rows: Sequence[Measured]) -> FigureSpec:
+    """Perplexity of every row against its compression ratio (nuQmm Fig 6)."""
+    return FigureSpec(
+        f"Perplexity against compression ratio ({model})",
+        "Ratio of 16 bits to the bits per weight of the quantized layers, scales and offsets counted; rows that differ "
+        "in bits and group size alone are joined. The dotted line is the original.",
+        lambda axes: _draw(axes, rows),
+        height=6.4,
+    )
+
+
+def _draw(axes: Any, rows: Sequence[Measured]) -> None:
+    families: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.bits_per_weight is None:
+            axes.axhline(row.perplexity, color="black", linewidth=0.8, linestyle=":")
+        else:
+            families.setdefault(row.family, []).append((_STORED_BITS / row.bits_per_weight, row.perplexity))
+    for family, points in families.items():
+        style = "s--" if "(peer)" in family else "o-"
+        axes.plot(*zip(*sorted(points), strict=True), style, markersize=4, linewidth=1, label=family)
+    axes.set(xlabel="compression ratio", ylabel="perplexity", yscale="log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small")
