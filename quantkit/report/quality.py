@@ -79,5 +79,7 @@ def _draw(axes: Any, rows: Sequence[Measured]) -> None:
         style = "s--" if "(peer)" in family else "o-"
         axes.plot(*zip(*sorted(points), strict=True), style, markersize=4, linewidth=1, label=family)
     axes.set(xlabel="compression ratio", ylabel="perplexity", yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")  # 40, not 4 x 10^1
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize="small")
