@@ -1,0 +1,1 @@
+"""Tests of the measuring scripts, which are no part of the package."""

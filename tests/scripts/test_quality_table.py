@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -12,18 +11,12 @@ from types import ModuleType
 import pytest
 
 from tests.cli.calls import run
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "quality_table.py"
+from tests.scripts.load import load_script
 
 
 @pytest.fixture
 def table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quality_table", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("quality_table")
 
 
 def in_process(*arguments: str) -> float:

@@ -1,0 +1,74 @@
+"""What a peer made of the weights is what gets evaluated, at the bits that it stores."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.models.families import block_linears, linear_weight
+from quantkit.models.loading import load_model
+from tests.cli.calls import run
+from tests.scripts.load import load_script
+
+GROUP_BITS = 20
+
+
+@pytest.fixture
+def peers() -> ModuleType:
+    return load_script("quality_peers")
+
+
+def test_weights_of_the_peer_are_evaluated(
+    peers: ModuleType,
+    tiny_model: Callable[[str], Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, artifact, document = str(tiny_model("opt")), tmp_path / "c.safetensors", tmp_path / "p.json"
+    calibrate = ["calibrate", model, "--text", str(text_file), "--windows", "2", "--seq-len", "16"]
+    assert run(*calibrate, "--out", str(artifact)).exit_code == 0
+    evaluated = {}
+
+    def halved(folder: str, windows: torch.Tensor, _setting: Any, _device: str) -> dict[str, torch.Tensor]:
+        assert windows.shape == (2, 16)
+        loaded, _ = load_model(folder)
+        return {name: linear_weight(module).detach() / 2 for name, module in block_linears(loaded).items()}
+
+    def evaluate(command: list[str], **_: Any) -> None:
+        loaded, _tokenizer = load_model(command[5])
+        evaluated.update({name: linear_weight(module) for name, module in block_linears(loaded).items()})
+        assert run(*command[3:]).exit_code == 0
+
+    monkeypatch.setattr(peers.subprocess, "run", evaluate)
+    monkeypatch.setattr(peers, "PEERS", {"half": peers.Peer("torch", halved, lambda bits: GROUP_BITS, "w / 2")})
+    arguments = [model, "--name", "tiny", "--text", str(text_file), "--calibration", str(artifact)]
+    arguments += ["--peers", "half:3:48", "--seq-len", "16", "--max-windows", "2", "--json", str(document)]
+    monkeypatch.setattr(sys, "argv", ["quality_peers.py", *arguments])
+    peers.main()
+    original = block_linears(load_model(model)[0])
+    assert evaluated.keys() == original.keys()
+    for name, module in original.items():
+        assert torch.equal(evaluated[name], linear_weight(module) / 2), name
+    (row,) = json.loads(document.read_text())["rows"]
+    shapes = [linear_weight(module).shape for module in original.values()]
+    stored = sum(n * (3 * k + GROUP_BITS * -(-k // 48)) for n, k in shapes)
+    assert row["bits_per_weight"] == pytest.approx(stored / sum(n * k for n, k in shapes))
+    assert (row["model"], row["peer"], row["environment"]["device"]) == ("tiny", "half:3:48", "cpu")
+    assert "| tiny | half:3:48 |" in capsys.readouterr().out
+
+
+def test_missing_or_unknown_peers_are_named_in_one_line(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="--peers none: known are hqq, gptq"):
+        peers.check([peers.Setting("none", 4, 128)])
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install gptqmodel"):
+        peers.check([peers.Setting("gptq", 4, 128)])
