@@ -1,10 +1,12 @@
-"""The tables of docs/bipolar.md: Bipolar-INT Table 1, Table 2 and the throughput of Figs 5-6 on this machine's GPU.
+"""The tables of docs/bipolar.md: Bipolar-INT Tables 1 and 2 and the throughput of Figs 5-6 on this machine's GPU.
 
     python scripts/bipolar_tables.py --json docs/results/bipolar-h200.json      # measure (one GPU, about 2 minutes)
     python scripts/bipolar_tables.py --render docs/results/bipolar-h200.json    # print the tables of a finished run
 
-Times are of the product with its fused epilogue on activations that are quantized already, like the paper's; inputs
-rotate through more memory than the L2 cache holds. fp16, torch._int_mm and fp8 run on the same shapes in the same run.
+"product" is the product with its fused epilogue on activations that are quantized already, like the paper's; "op" is
+the whole Linear, with the quantizer of the activations. Inputs rotate through more memory than the L2 cache holds,
+except below 1024 rows. fp32, fp16, torch._int_mm and fp8 run on the same shapes in the same run, and every op's
+result is compared with the reference before it is timed.
 """
 
 from __future__ import annotations
@@ -13,33 +15,91 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from quantkit.bench.timing import measure, rotation_length
+from quantkit.bench.report import environment
+from quantkit.bench.timing import measure, peak_bandwidth, rotation_length
+from quantkit.cli.common import check_json_path, write_json
 from quantkit.errors import BenchError, QuantkitError
-from quantkit.ops.bipolar_kernels import Activations, best_tile, launch_wgmma, path_for, sm_count
+from quantkit.ops.bipolar import bipolar_prepared_linear, bipolar_prepared_linear_reference
+from quantkit.ops.bipolar_kernels import (
+    Activations,
+    best_tile,
+    expand,
+    launch_wgmma,
+    path_for,
+    quantize_tiles,
+    runs_on_gemv,
+    sm_count,
+)
+from quantkit.ops.bipolar_tiles import plane_row_sums, tile_weight
 
+Shape = tuple[int, int, int]
 SQUARES = [(size, size, size) for size in (128, 256, 512, 1024, 2048, 4096, 8192)]
 LLAMA_2_7B = [(1024, 4096, 4096), (1024, 10752, 4096), (1024, 4096, 10752)]
+LLAMA_ATTENTION = [(1024, 1024, 128), (1024, 128, 1024)]
+DECODING = [(tokens, 4096, 4096) for tokens in (1, 2, 4, 8, 16)]
 WIDTHS = [(1, 1), (1, 2), (2, 2), (2, 4), (3, 4), (4, 4), (8, 8)]
 PEAKS = {"NVIDIA H200": {"binary": 15.4e15, "int8": 1.928e15}}  # measured with tensor cores alone, operations/s
-_BLOCK, _LINE = 64, 128
+_MOST_SETS = 256
+_REPEATS = 30
+_FP32_ROWS = 4096  # beyond it would take most of the run
+_CHECKED_TOKENS, _BLOCK = 8, 64
 
 
-def _sets(count: int, make: Callable[[], Any]) -> list[Any]:
-    return [make() for _ in range(count)]
+@dataclass(frozen=True)
+class Unit:
+    """What bounds a time: ``name`` and its peak in operations (or bytes) per second, None where not known."""
+
+    name: str
+    peak: float | None
 
 
-def _baselines(shape: tuple[int, int, int], device: torch.device) -> list[dict[str, Any]]:
+def percent_of_peak(what: str, amount: float, seconds: float, unit: Unit) -> float | None:
+    """Share of the unit's peak that ``amount`` operations or bytes in ``seconds`` are; None where that is not known.
+
+    Raises BenchError above 100 %: the time cannot be that of the whole work.
+    """
+    if unit.peak is None:
+        return None
+    percent = 100 * amount / seconds / unit.peak
+    if percent > 100:
+        raise BenchError(f"{what}: {percent:.0f} % of this GPU's {unit.name} peak; not a valid measurement")
+    return percent
+
+
+def entry(what: str, shape: Shape, seconds: float, path: str = "", percent: float | None = None) -> dict[str, Any]:
+    """One measured time as it is stored."""
     rows, channels, columns = shape
-    count = rotation_length(2 * columns * (rows + channels), device)
-    xs = _sets(count, lambda: torch.randn(rows, columns, device=device, dtype=torch.float16))
-    ws = _sets(count, lambda: torch.randn(channels, columns, device=device, dtype=torch.float16))
+    stored: dict[str, Any] = {"what": what, "M": rows, "N": channels, "K": columns, "us": round(seconds * 1e6, 2)}
+    if path:
+        stored["path"] = path
+    return stored if percent is None else {**stored, "percent_of_peak": round(percent, 1)}
+
+
+def _sets(bytes_per_call: int, device: torch.device) -> int:
+    return min(_MOST_SETS, rotation_length(bytes_per_call, device))
+
+
+def _copies(tensor: Tensor, count: int) -> Tensor:
+    return tensor.expand(count, *tensor.shape).contiguous()
+
+
+def _time(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
+    return measure(calls, device, min_repeats=_REPEATS).median
+
+
+def _baselines(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
+    rows, channels, columns = shape
+    count = _sets(2 * columns * (rows + channels), device)
     one = torch.ones((), device=device)
-    kinds: dict[str, tuple[torch.dtype, Callable[[Any, Any], Any]]] = {
+    products: dict[str, tuple[torch.dtype, Callable[[Tensor, Tensor], Tensor]]] = {
+        "fp32": (torch.float32, lambda x, w: torch.nn.functional.linear(x, w)),
         "fp16": (torch.float16, lambda x, w: torch.nn.functional.linear(x, w)),
         "int_mm": (torch.int8, lambda x, w: torch._int_mm(x, w.t())),
         "fp8": (
@@ -47,100 +107,180 @@ def _baselines(shape: tuple[int, int, int], device: torch.device) -> list[dict[s
             lambda x, w: torch._scaled_mm(x, w.t(), scale_a=one, scale_b=one, out_dtype=torch.float16),
         ),
     }
+    if shape in DECODING:
+        products = {"fp16": products["fp16"]}
+    elif rows > _FP32_ROWS:
+        del products["fp32"]
     found = []
-    for name, (dtype, product) in kinds.items():
-        pairs = [(x.to(dtype), w.to(dtype)) for x, w in zip(xs, ws, strict=True)]
-        timing = measure([lambda x=x, w=w, f=product: f(x, w) for x, w in pairs], device)
-        found.append(_entry(name, shape, timing.median, None))
+    for name, (dtype, product) in products.items():
+        deviation = 30 if dtype is torch.int8 else 1
+        xs = _copies((deviation * torch.randn(rows, columns, device=device)).to(dtype), count)
+        ws = _copies((deviation * torch.randn(channels, columns, device=device)).to(dtype), count)
+        calls = [lambda x=x, w=w, f=product: f(x, w) for x, w in zip(xs, ws, strict=True)]
+        found.append(entry(name, shape, _time(calls, device)))
     return found
 
 
-def _entry(name: str, shape: Sequence[int], seconds: float, percent: float | None) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Operands:
+    """One random Linear: x [M, K] fp16, the prepared weight (tiles, row sums, scales), the clip ratio."""
+
+    x: Tensor
+    weight: tuple[Tensor, Tensor, Tensor]
+    clip: Tensor
+
+
+def _operands(shape: Shape, weight_bits: int, device: torch.device) -> _Operands:
     rows, channels, columns = shape
-    entry = {"what": name, "M": rows, "N": channels, "K": columns, "us": round(seconds * 1e6, 2)}
-    return entry if percent is None else {**entry, "percent_of_peak": round(percent, 1)}
+    planes = torch.randint(0, 256, (weight_bits, channels, columns // 8), dtype=torch.uint8, device=device)
+    scales = (0.01 * torch.rand(channels, 1, device=device)).half()
+    x = torch.randn(rows, columns, device=device, dtype=torch.float16)
+    weight = (tile_weight(planes), plane_row_sums(planes, columns), scales)
+    return _Operands(x, weight, torch.ones(1, device=device))
 
 
-def _product(shape: tuple[int, int, int], weight_bits: int, act_bits: int, device: torch.device) -> dict[str, Any]:
+def _expected(given: _Operands, act_bits: int) -> Tensor:
+    """The reference's result, on the CPU, of the first tokens and the first block of channels."""
+    x, clip = given.x[:_CHECKED_TOKENS].cpu(), given.clip.cpu()
+    tiles, row_sums, scales = (
+        part[:count].cpu() for part, count in zip(given.weight, (1, _BLOCK, _BLOCK), strict=True)
+    )
+    return bipolar_prepared_linear_reference(x, tiles, row_sums, scales, clip, None, act_bits, True)
+
+
+def _op(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -> dict[str, Any]:
+    """The whole op: of few tokens per cent of the read bandwidth, of many of the tensor cores' peak."""
     rows, channels, columns = shape
-    path = path_for(weight_bits, act_bits, *torch.cuda.get_device_capability(device))
-    planes = (1, 1) if path.as_bytes else (weight_bits, act_bits)
-    depth = _LINE if path.as_bytes else 8 * _LINE
-
-    def tiles(lines: int, plane_count: int) -> torch.Tensor:
-        size = (-(-lines // _BLOCK), -(-columns // depth), plane_count, _BLOCK, _LINE)
-        return torch.randint(0, 256, size, dtype=torch.uint8, device=device)
-
-    def operands() -> tuple[Any, ...]:
-        sums = torch.zeros(max(rows, channels), dtype=torch.int32, device=device)
-        acts = Activations(tiles(rows, planes[1]), sums, torch.rand(rows, device=device))
-        weight = (tiles(channels, planes[0]), sums, torch.rand(channels, 1, device=device).half())
-        return acts, weight, torch.empty(rows, channels, dtype=torch.float16, device=device)
-
-    tile = best_tile(*planes, path.as_bytes, rows, channels, sm_count(device))
-    limits = ((1 << act_bits) - 1, (1 << weight_bits) - 1)
-    moved = columns * (rows * act_bits + channels * weight_bits) // 8 + 2 * rows * channels
+    given = _operands(shape, weight_bits, device)
+    name = f"w{weight_bits}a{act_bits}"
+    y = bipolar_prepared_linear(given.x, *given.weight, given.clip, None, act_bits, True)
+    if not torch.equal(y[:_CHECKED_TOKENS, :_BLOCK].cpu(), _expected(given, act_bits)):
+        raise BenchError(f"{name} at {shape}: the result is not the reference's; not timed")
+    stored = channels * columns * weight_bits // 8
+    count = _sets(stored + 2 * rows * (columns + channels), device)
+    xs, *weights = (_copies(tensor, count) for tensor in (given.x, *given.weight))
     calls = [
-        lambda s=s: launch_wgmma(tile, s[0], s[1], None, s[2], columns, limits)
-        for s in _sets(rotation_length(moved, device), operands)
+        lambda i=i: bipolar_prepared_linear(xs[i], *(w[i] for w in weights), given.clip, None, act_bits, True)
+        for i in range(count)
     ]
-    seconds = measure(calls, device).median
-    products = 1 if path.as_bytes else weight_bits * act_bits
-    peak = PEAKS.get(torch.cuda.get_device_name(device), {}).get("int8" if path.as_bytes else "binary")
-    percent = None if peak is None else 100 * 2 * rows * channels * columns * products / seconds / peak
-    name = f"w{weight_bits}a{act_bits}" + (" (int8)" if path.as_bytes else "")
-    if percent is not None and percent > 100:
-        raise BenchError(f"{name} at {shape}: {percent:.0f} % of the GPU's peak; not a valid measurement")
-    return _entry(name, shape, seconds, percent)
+    seconds = _time(calls, device)
+    if runs_on_gemv(rows, act_bits):
+        percent = percent_of_peak(name, stored, seconds, Unit("memory", peak_bandwidth(device)))
+        return entry(f"{name} op", shape, seconds, "gemv", percent)
+    path, work, unit = _path(shape, weight_bits, act_bits, device)
+    return entry(f"{name} op", shape, seconds, path, percent_of_peak(name, work, seconds, unit))
+
+
+def _path(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -> tuple[str, int, Unit]:
+    """Path, operations of the tensor cores, and their peak."""
+    rows, channels, columns = shape
+    as_bytes = columns > path_for(weight_bits, act_bits, *torch.cuda.get_device_capability(device)).longest
+    unit = "int8" if as_bytes else "binary"
+    work = 2 * rows * channels * columns * (1 if as_bytes else weight_bits * act_bits)
+    return unit, work, Unit(unit, PEAKS.get(torch.cuda.get_device_name(device), {}).get(unit))
+
+
+def _product(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -> dict[str, Any]:
+    """The product alone, of activations and, for INT8, weights that are in the kernel's order."""
+    rows, channels, columns = shape
+    path, work, unit = _path(shape, weight_bits, act_bits, device)
+    as_bytes = path == "int8"
+    given = _operands(shape, weight_bits, device)
+    acts = quantize_tiles(given.x, given.clip, act_bits, per_token=True, as_bytes=as_bytes)
+    tiles, *rest = given.weight
+    operands = (expand(tiles, columns) if as_bytes else tiles, *rest)
+    moved = operands[0].numel() + acts.tiles.numel() + 2 * rows * channels
+    count = _sets(moved, device)
+    planes = (1, 1) if as_bytes else (weight_bits, act_bits)
+    tile = best_tile(*planes, as_bytes, rows, channels, sm_count(device))
+    limits = ((1 << act_bits) - 1, (1 << weight_bits) - 1)
+    ys = torch.empty(count, rows, channels, dtype=torch.float16, device=device)
+    xs = [_copies(part, count) for part in (acts.tiles, acts.sums, acts.steps)]
+    weights, sums, scales = (_copies(part, count) for part in operands)
+    calls = [
+        lambda i=i: launch_wgmma(
+            tile, Activations(*(x[i] for x in xs)), (weights[i], sums[i], scales[i]), None, ys[i], columns, limits
+        )
+        for i in range(count)
+    ]
+    seconds, name = _time(calls, device), f"w{weight_bits}a{act_bits}"
+    percent = percent_of_peak(f"{name} at {shape}", work, seconds, unit)
+    return entry(name, shape, seconds, path, percent)
 
 
 def run() -> dict[str, Any]:
     """Measure every shape; raises BenchError without a GPU of compute capability 9.0 or above 100 % of peak."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise BenchError("the tables need a GPU of compute capability 9.0 (H100, H200)")
-    device, entries = torch.device("cuda"), []
-    for shape in dict.fromkeys([*SQUARES, *LLAMA_2_7B]):
+    device = torch.device("cuda")
+    entries: list[dict[str, Any]] = []
+    for shape in [*SQUARES, *LLAMA_2_7B, *LLAMA_ATTENTION, *DECODING]:
         entries += _baselines(shape, device)
-        entries += [_product(shape, p, q, device) for p, q in WIDTHS]
+        if shape not in DECODING:
+            entries += [_product(shape, p, q, device) for p, q in WIDTHS]
+        entries += [_op(shape, p, q, device) for p, q in WIDTHS]
         torch.cuda.empty_cache()
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpu": torch.cuda.get_device_name(device)}
-    return {"versions": versions, "entries": entries}
+    peaks = {**PEAKS.get(torch.cuda.get_device_name(device), {}), "memory": peak_bandwidth(device)}
+    return {"environment": environment(device), "peaks": peaks, "entries": entries}
 
 
-def render(entries: Sequence[dict[str, Any]], shapes: Sequence[tuple[int, int, int]]) -> str:
-    """A Markdown table: microseconds, times fp16, percent of the peak of the units used."""
+def render(entries: Sequence[dict[str, Any]], shapes: Sequence[Shape], *, tops: bool = False) -> str:
+    """A Markdown table of one row per width: microseconds (times fp16, percent of the peak of the units used).
+
+    tops: 10**12 operations of useful work per second instead (2 M N K over the time), as in Figs 5-6.
+    """
     measured = {(e["what"], e["M"], e["N"], e["K"]): e for e in entries}
     shapes = [shape for shape in shapes if ("fp16", *shape) in measured]
-    names = list(dict.fromkeys(e["what"] for e in entries))
-    head = ["| us (x fp16, % of peak) |", *(f" {m} x {n} x {k} |" for m, n, k in shapes)]
-    lines = ["".join(head), "|---" * (len(shapes) + 1) + "|"]
+    names = [name for name in dict.fromkeys(e["what"] for e in entries) if any((name, *s) in measured for s in shapes)]
+    title = "Top/s" if tops else "us (x fp16, % of peak)"
+    lines = [f"| {title} |" + "".join(f" {m} x {n} x {k} |" for m, n, k in shapes), "|---" * (len(shapes) + 1) + "|"]
     for name in names:
-        cells = []
-        for shape in shapes:
-            entry = measured.get((name, *shape))
-            if entry is None:
-                cells.append(" ")
-                continue
-            speed_up = measured["fp16", *shape]["us"] / entry["us"]
-            percent = f", {entry['percent_of_peak']:.0f} %" if "percent_of_peak" in entry else ""
-            cells.append(f" {entry['us']:.1f} ({speed_up:.2f}{percent}) ")
+        cells = [_cell(measured.get((name, *shape)), measured["fp16", *shape]["us"], tops) for shape in shapes]
         lines.append(f"| {name} |" + "|".join(cells) + "|")
     return "\n".join(lines)
 
 
+def _cell(found: dict[str, Any] | None, fp16_us: float, tops: bool) -> str:
+    if found is None:
+        return " "
+    if tops:
+        return f" {2e-6 * found['M'] * found['N'] * found['K'] / found['us']:.0f} "
+    percent = f", {found['percent_of_peak']:.0f} %" if "percent_of_peak" in found else ""
+    path = {"gemv": " GEMV", "int8": " INT8"}.get(found.get("path", ""), "")
+    return f" {found['us']:.1f} ({fp16_us / found['us']:.2f}{percent}{path}) "
+
+
+def report(entries: Sequence[dict[str, Any]]) -> str:
+    """Every table of a run, with the paper's number of it above each."""
+    products = [e for e in entries if not e["what"].endswith(" op")]
+    names = {e["what"] for e in products if "path" not in e}
+    ops = [e for e in entries if e["what"] in names or e["what"].endswith(" op")]
+    return "\n\n".join(
+        [
+            f"Table 1 (squares)\n\n{render(products, SQUARES[3:])}",
+            f"Table 2 (Llama-2-7B, M x N x K)\n\n{render(products, LLAMA_2_7B)}",
+            f"Fig 5\n\n{render(products, SQUARES, tops=True)}",
+            f"Fig 6\n\n{render(products, [*LLAMA_ATTENTION, *LLAMA_2_7B], tops=True)}",
+            f"Whole op\n\n{render(ops, [SQUARES[5], SQUARES[6], *LLAMA_2_7B])}",
+            f"Few tokens (whole op)\n\n{render(ops, DECODING)}",
+        ]
+    )
+
+
 def main() -> int:
+    """Measure or render; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="measure, and write the numbers here")
     parser.add_argument("--render", type=Path, help="print the tables of a finished run")
     options = parser.parse_args()
     try:
+        check_json_path(options.json)
         document = json.loads(options.render.read_text()) if options.render else run()
     except QuantkitError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(render(document["entries"], SQUARES) + "\n\n" + render(document["entries"], LLAMA_2_7B))
+    write_json(options.json, document)
+    print(report(document["entries"]))
     return 0
 
 

@@ -197,7 +197,7 @@ def _bipolar_kernel(module: QuantizedLinear, x: Tensor) -> str:
     if x.shape[0] * module.spec.act_bits <= GEMV_COLUMNS:
         return "bipolar_gemv"
     path = path_for(module.spec.weight_bits, module.spec.act_bits, *torch.cuda.get_device_capability(x.device))
-    return f"bipolar_gemm_{path.kernel} {'int8' if path.as_bytes else 'binary'}"
+    return f"bipolar_gemm_{path.kernel} {'int8' if x.shape[-1] > path.longest else 'binary'}"
 
 
 def _bipolar_input(module: QuantizedLinear, x: Tensor) -> Tensor:

@@ -103,7 +103,8 @@ def nearest_codes(x: Tensor, step: Tensor, bits: int) -> Tensor:
 
 def step_of_range(clip: Tensor, bits: int) -> Tensor:
     """The step at which the largest value stands for ``clip``: fp32."""
-    return clip.float() / largest_value(bits)
+    clip = clip.float()
+    return clip / torch.full_like(clip, largest_value(bits))  # by a number, GPUs multiply with its rounded inverse
 
 
 def quantize_activations(x: Tensor, act_clip: Tensor, act_bits: int, per_token: bool) -> tuple[Tensor, Tensor]:

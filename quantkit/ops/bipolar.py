@@ -185,29 +185,11 @@ def _typed(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else bias.to(dtype)
 
 
-def _fake(
-    x: Tensor,
-    bit_planes: Tensor,
-    scales: Tensor,
-    act_clip: Tensor | None,
-    bias: Tensor | None,
-    act_bits: int,
-    group_size: int,
-    per_token: bool,
-) -> Tensor:
+def _fake(x: Tensor, bit_planes: Tensor, *_rest: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], bit_planes.shape[1])
 
 
-def _prepared_fake(
-    x: Tensor,
-    tiles: Tensor,
-    row_sums: Tensor,
-    scales: Tensor,
-    act_clip: Tensor,
-    bias: Tensor | None,
-    act_bits: int,
-    per_token: bool,
-) -> Tensor:
+def _prepared_fake(x: Tensor, _tiles: Tensor, row_sums: Tensor, *_rest: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], row_sums.shape[0])
 
 

@@ -58,24 +58,33 @@ class Activations:
 class Path:
     """How a pair of widths is multiplied on a GPU.
 
-    kernel: wgmma (one warpgroup per 64 rows, Hopper) or mma (one warp). as_bytes: INT8 products of codes instead of
-    binary products of planes. reason: why, for ``quantkit doctor``.
+    kernel: wgmma (one warpgroup per 64 rows, Hopper) or mma (one warp). longest: columns up to which the products are
+    binary, of planes; beyond they are INT8, of codes (0: always). reason: why, for ``quantkit doctor``.
     """
 
     kernel: str
-    as_bytes: bool
+    longest: int
     reason: str
 
 
 def path_for(weight_bits: int, act_bits: int, major: int, minor: int) -> Path:
     """The path of a pair of widths for many tokens; few tokens always take the GEMV on planes."""
-    products = weight_bits * act_bits
     kernel = "wgmma" if support(BINARY_WGMMA, major, minor) is Support.NATIVE else "mma"
     if support(BINARY_MMA, major, minor) is not Support.NATIVE:
-        return Path(kernel, True, "binary products are not native on this GPU: INT8")
-    if products > BINARY_LIMIT:
-        return Path(kernel, True, f"{products} plane products cost more than one INT8 product ({BINARY_LIMIT})")
-    return Path(kernel, False, f"{products} binary plane products at 8 times the INT8 rate")
+        return Path(kernel, 0, "binary products are not native on this GPU")
+    if weight_bits * act_bits > BINARY_LIMIT:
+        return Path(kernel, 0, f"more than {BINARY_LIMIT} plane products cost more than one INT8 product")
+    longest = _BINARY_SUMS // (largest_value(weight_bits) * largest_value(act_bits))
+    return Path(
+        kernel,
+        longest,
+        f"at most {BINARY_LIMIT} plane products, each at {BINARY_LIMIT} times the INT8 rate; INT8 above K = {longest}",
+    )
+
+
+def runs_on_gemv(rows: int, act_bits: int) -> bool:
+    """Whether so few tokens take the GEMV kernel, whatever the weight bits."""
+    return rows * act_bits <= GEMV_COLUMNS
 
 
 def quantize_tiles(x: Tensor, act_clip: Tensor, act_bits: int, *, per_token: bool, as_bytes: bool) -> Activations:
@@ -115,9 +124,8 @@ def multiply(
     if not rows:
         return y
     path = path_for(weight_bits, act_bits, *torch.cuda.get_device_capability(x.device))
-    few = rows * act_bits <= GEMV_COLUMNS
-    large = largest_value(weight_bits) * largest_value(act_bits) * columns > _BINARY_SUMS
-    as_bytes = (path.as_bytes or large) and not few
+    few = runs_on_gemv(rows, act_bits)
+    as_bytes = columns > path.longest and not few
     acts = quantize_tiles(x.contiguous(), act_clip, act_bits, per_token=per_token, as_bytes=as_bytes)
     if few:
         launch_gemv(acts, weight, bias, y, columns, act_bits)
@@ -247,15 +255,17 @@ def sm_count(device: torch.device) -> int:
 
 
 def path_table(major: int, minor: int) -> list[tuple[str, str, str]]:
-    """(widths, kernel, reason) of every pair of widths, equal neighbours merged, for ``quantkit doctor``."""
+    """(widths, kernel, reason) of every case, equal neighbours merged, for ``quantkit doctor``."""
     widths = range(1, MAX_BITS + 1)
-    rows = []
+    rows = [
+        ("any, per group or A16", "bcq kernels", "the same weight with scales s * 2^i; activations rounded first"),
+        (f"any, tokens * A <= {GEMV_COLUMNS}", "GEMV on planes", "memory is the limit: planes are read once"),
+    ]
     for p in widths:
         paths = [path_for(p, q, major, minor) for q in widths]
-        ends = [0, *(q for q, (a, b) in enumerate(pairwise(paths), 1) if a.as_bytes != b.as_bytes), MAX_BITS]
+        ends = [0, *(q for q, (a, b) in enumerate(pairwise(paths), 1) if bool(a.longest) != bool(b.longest)), MAX_BITS]
         for first, last in pairwise(ends):
-            path = paths[first]
             name = f"W{p}A{first + 1}" if last == first + 1 else f"W{p}A{first + 1}-{last}"
-            what = "INT8" if path.as_bytes else "binary"
-            rows.append((name, f"{path.kernel} {what}", paths[last - 1].reason))
+            path = paths[last - 1]  # of a range, the one with the lowest limit of K
+            rows.append((name, f"{path.kernel} {'binary' if path.longest else 'INT8'}", path.reason))
     return rows

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor
 
 from quantkit.cuda.bipolar_units import WgmmaTile, binary_pairs, wgmma_tiles
-from quantkit.formats.bipolar import check_exact, largest_value, quantize_activations
+from quantkit.formats.bipolar import check_exact, codes_to_values, largest_value, quantize_activations
 from quantkit.formats.planes import pack_codes
-from quantkit.ops.bipolar import bipolar_linear_reference, bipolar_prepared_linear
+from quantkit.ops.bipolar import bipolar_prepared_linear
 from quantkit.ops.bipolar_kernels import (
     GEMV_COLUMNS,
-    Activations,
     best_tile,
     expand,
     launch_gemv,
@@ -23,11 +28,14 @@ from quantkit.ops.bipolar_kernels import (
     quantize_tiles,
 )
 from quantkit.ops.bipolar_tiles import plane_row_sums, tile_weight, untile_lines, untile_weight
+from tests.ops.bipolar_problem import Problem
 
 PAIRS = [(p, q) for p in range(1, 9) for q in range(1, 9)]
 SHAPES = [(1, 5, 40), (7, 65, 1030), (65, 130, 264), (130, 257, 2050), (300, 520, 4096)]
 TILES = [tile for p, q in binary_pairs() for tile in wgmma_tiles(p, q, False)] + wgmma_tiles(1, 1, True)
 HOPPER = (9, 0)
+FLOAT32_INTEGERS = 1 << 24
+ROOT = Path(__file__).parents[2]
 
 
 def _hopper_only() -> None:
@@ -35,51 +43,25 @@ def _hopper_only() -> None:
         pytest.skip("warpgroup products need compute capability 9.0")
 
 
-class _Problem:
-    """Seeded operands on both devices, and what the reference makes of them."""
-
-    def __init__(self, shape: tuple[int, int, int], weight_bits: int, act_bits: int, dtype: torch.dtype):
-        rows, channels, self.columns = shape
-        self.weight_bits, self.act_bits = weight_bits, act_bits
-        self.x = torch.randn(rows, self.columns).to(dtype)
-        codes = torch.randint(0, 1 << weight_bits, (channels, self.columns), dtype=torch.uint8)
-        self.planes = pack_codes(codes, weight_bits)
-        self.scales = (torch.rand(channels, 1) * 0.01 + 0.001).half()
-        self.clip, self.bias = torch.tensor([0.8]), torch.randn(channels).to(dtype)
-        self.limits = (largest_value(act_bits), largest_value(weight_bits))
-
-    def expected(self) -> Tensor:
-        return bipolar_linear_reference(self.x, self.planes, self.scales, self.clip, self.bias, self.act_bits, -1, True)
-
-    def weight(self) -> tuple[Tensor, Tensor, Tensor]:
-        tiles = tile_weight(self.planes.cuda())
-        return tiles, plane_row_sums(self.planes, self.columns).cuda(), self.scales.cuda()
-
-    def activations(self, as_bytes: bool) -> Activations:
-        return quantize_tiles(self.x.cuda(), self.clip.cuda(), self.act_bits, per_token=True, as_bytes=as_bytes)
-
-    def output(self) -> Tensor:
-        """Room for y, poisoned: an element that is not written shows."""
-        return torch.full((self.x.shape[0], self.planes.shape[1]), float("nan"), dtype=self.x.dtype, device="cuda")
-
-    def run_op(self) -> Tensor:
-        tiles, sums, scales = self.weight()
-        return bipolar_prepared_linear(
-            self.x.cuda(), tiles, sums, scales, self.clip.cuda(), self.bias.cuda(), self.act_bits, True
-        )
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (12, 0)], ids=str)
+def test_the_path_table_names_every_pair_once(capability: tuple[int, int]) -> None:
+    """What ``quantkit doctor`` prints is what path_for decides."""
+    found = {}
+    for widths, what, reason in path_table(*capability)[2:]:
+        assert reason
+        p, first, last = map(int, re.fullmatch(r"W(\d)A(\d)(?:-(\d))?", widths).groups(default=widths[-1]))  # type: ignore[union-attr]
+        found.update({(p, q): (what, reason) for q in range(first, last + 1)})
+    assert found.keys() == set(PAIRS)
+    for pair, (what, _) in found.items():
+        path = path_for(*pair, *capability)
+        assert what == f"{path.kernel} {'binary' if path.longest else 'INT8'}"
 
 
-def test_every_pair_has_a_path_and_a_reason() -> None:
-    for major, minor in [(8, 0), (8, 6), (9, 0), (12, 0)]:
-        for p, q in PAIRS:
-            assert path_for(p, q, major, minor).reason
-        assert path_table(major, minor)
-
-
-def test_hopper_takes_binary_products_up_to_eight() -> None:
-    assert not path_for(2, 4, 9, 0).as_bytes
-    assert path_for(3, 4, 9, 0).as_bytes
-    assert path_for(1, 1, 12, 0).as_bytes
+def test_paths_by_widths_columns_and_gpu() -> None:
+    assert path_for(2, 4, 9, 0).longest == (1 << 22) // 45
+    assert path_for(3, 4, 9, 0).longest == 0
+    assert path_for(1, 1, 12, 0).longest == 0
+    assert [path_for(1, 1, *gpu).kernel for gpu in [(8, 0), (9, 0), (12, 0)]] == ["mma", "wgmma", "mma"]
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -126,7 +108,7 @@ def test_expansion_gives_the_codes(weight_bits: int) -> None:
 @pytest.mark.parametrize(("weight_bits", "act_bits"), PAIRS, ids=[f"w{p}a{q}" for p, q in PAIRS])
 def test_op_equals_the_reference(weight_bits: int, act_bits: int, shape: tuple[int, int, int]) -> None:
     check_exact(weight_bits, act_bits, shape[2])
-    problem = _Problem(shape, weight_bits, act_bits, torch.float32)
+    problem = Problem(shape, weight_bits, act_bits, torch.float32)
     assert torch.equal(problem.run_op().cpu(), problem.expected())
 
 
@@ -137,9 +119,9 @@ def test_every_wgmma_tile_equals_the_reference(tile: WgmmaTile, dtype: torch.dty
     _hopper_only()
     bits = (5, 7) if tile.as_bytes else (tile.planes_w, tile.planes_x)
     for shape in SHAPES:
-        problem = _Problem(shape, *bits, dtype)
-        tiles, *rest = problem.weight()
-        operands = (expand(tiles, shape[2]) if tile.as_bytes else tiles, *rest)
+        problem = Problem(shape, *bits, dtype)
+        tiles, sums, scales = problem.weight()
+        operands = (expand(tiles, shape[2]) if tile.as_bytes else tiles, sums, scales)
         y = problem.output()
         launch_wgmma(
             tile, problem.activations(tile.as_bytes), operands, problem.bias.cuda(), y, shape[2], problem.limits
@@ -152,9 +134,9 @@ def test_every_wgmma_tile_equals_the_reference(tile: WgmmaTile, dtype: torch.dty
 @pytest.mark.parametrize(("weight_bits", "act_bits"), binary_pairs(), ids=[f"w{p}a{q}" for p, q in binary_pairs()])
 def test_warp_products_equal_the_reference(weight_bits: int, act_bits: int, as_bytes: bool) -> None:
     for shape in SHAPES:
-        problem = _Problem(shape, weight_bits, act_bits, torch.float16)
-        tiles, *rest = problem.weight()
-        operands = (expand(tiles, shape[2]) if as_bytes else tiles, *rest)
+        problem = Problem(shape, weight_bits, act_bits, torch.float16)
+        tiles, sums, scales = problem.weight()
+        operands = (expand(tiles, shape[2]) if as_bytes else tiles, sums, scales)
         y, acts = problem.output(), problem.activations(as_bytes)
         launch_mma(acts, operands, problem.bias.cuda(), y, shape[2], problem.limits, as_bytes=as_bytes)
         assert torch.equal(y.cpu(), problem.expected()), f"{shape=}"
@@ -164,7 +146,7 @@ def test_warp_products_equal_the_reference(weight_bits: int, act_bits: int, as_b
 @pytest.mark.parametrize("act_bits", [1, 3, 8], ids="a{}".format)
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 33], ids="M{}".format)
 def test_gemv_equals_the_reference(rows: int, act_bits: int) -> None:
-    problem = _Problem((rows, 77, 2050), 4, act_bits, torch.bfloat16)
+    problem = Problem((rows, 77, 2050), 4, act_bits, torch.bfloat16)
     y = problem.output()
     launch_gemv(problem.activations(False), problem.weight(), problem.bias.cuda(), y, 2050, act_bits)
     assert torch.equal(y.cpu(), problem.expected())
@@ -174,7 +156,7 @@ def test_gemv_equals_the_reference(rows: int, act_bits: int) -> None:
 @pytest.mark.parametrize("rows", [1, GEMV_COLUMNS, 200], ids="M{}".format)
 @pytest.mark.parametrize(("weight_bits", "act_bits"), [(2, 2), (1, 2), (4, 8)], ids=["w2a2", "w1a2", "w4a8"])
 def test_two_runs_and_a_graph_give_the_same_bits(weight_bits: int, act_bits: int, rows: int) -> None:
-    problem = _Problem((rows, 520, 4096), weight_bits, act_bits, torch.float16)
+    problem = Problem((rows, 520, 4096), weight_bits, act_bits, torch.float16)
     tiles, sums, scales = problem.weight()
     x, clip, bias = problem.x.cuda(), problem.clip.cuda(), problem.bias.cuda()
     first = bipolar_prepared_linear(x, tiles, sums, scales, clip, bias, act_bits, True)
@@ -186,3 +168,34 @@ def test_two_runs_and_a_graph_give_the_same_bits(weight_bits: int, act_bits: int
     torch.cuda.synchronize()
     assert torch.equal(first, second)
     assert torch.equal(first, captured)
+
+
+@pytest.mark.parametrize(("weight_bits", "act_bits"), PAIRS, ids=[f"w{p}a{q}" for p, q in PAIRS])
+def test_the_op_is_the_integer_product_while_fp32_holds_it(
+    weight_bits: int, act_bits: int, device: torch.device
+) -> None:
+    """With every scale 1 the op returns the integers: exact in fp32 up to 2**24, so K c_x c_w stays below that."""
+    c_x, c_w = largest_value(act_bits), largest_value(weight_bits)
+    columns = min(1030, FLOAT32_INTEGERS // (c_x * c_w))
+    x_codes = torch.randint(0, c_x + 1, (65, columns), dtype=torch.uint8)
+    w_codes = torch.randint(0, c_w + 1, (70, columns), dtype=torch.uint8)
+    x, w = codes_to_values(x_codes, act_bits).long(), codes_to_values(w_codes, weight_bits).long()
+    planes = pack_codes(w_codes, weight_bits)
+    weight = (tile_weight(planes), plane_row_sums(planes, columns), torch.ones(70, 1, dtype=torch.float16))
+    clip = torch.tensor([float(c_x)])  # per tensor: a step of 1
+    given = (x.float(), *weight, clip)
+    y = bipolar_prepared_linear(*(tensor.to(device) for tensor in given), None, act_bits, False)
+    assert torch.equal(y.long().cpu(), x @ w.T)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_no_kernel_leaves_its_memory_or_races(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "tests.ops.bipolar_odd_shapes"]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "results compared" in done.stdout
