@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -46,11 +47,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """rows: in the order given, the first being the reference. quantkit: version. device: where it was measured."""
+    """rows: in the order given, the first being the reference. quantkit, torch: versions. device: where it was
+    measured; machine: which GPU or processor that is."""
 
     rows: tuple[Row, ...]
     quantkit: str
+    torch: str
     device: str
+    machine: str
 
     def to_json(self) -> dict[str, Any]:
         """All of it as a JSON document that ``quantkit report`` reads."""
@@ -93,7 +97,8 @@ def compare(
         scores = evaluate_tasks(loaded, own_tokenizer, tasks) if tasks is not None else []
         label, size, bits = _size(model)
         rows.append(Row(model, label, size, bits, result, milliseconds_per_token(loaded), tuple(scores)))
-    return Comparison(tuple(rows), quantkit.__version__, device)
+    machine = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
+    return Comparison(tuple(rows), quantkit.__version__, str(torch.__version__), device, machine)
 
 
 def milliseconds_per_token(model: Any) -> float:

@@ -102,7 +102,8 @@ def comparison_section(name: str, document: Document, *, figures: bool = True) -
     columns, rows = comparison_table(dict(document))
     d = document["rows"][0]["divergence"]
     text = f"{d['text']}, {d['tokens']} tokens in windows of {d['seq_len']} (sha256 {d['text_sha256']})"
-    facts = {"text": text, "device": document["device"], "quantkit": document["quantkit"]}
+    where = f"{document['device']} ({document['machine']})"
+    facts = {"text": text, "device": where, "quantkit": document["quantkit"], "torch": document["torch"]}
     drawn = [_figure(spec) for spec in comparison_figures(name, document)] if figures else []
     return "".join([f"<h2>Comparison: {escape(name)}</h2>", _facts(facts), _table(columns, rows), *drawn])
 

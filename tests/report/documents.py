@@ -88,7 +88,8 @@ def comparison_document() -> dict[str, Any]:
             ("tiny-q3-row", "bcq q3 row", 250, 3.1),
         )
     ]
-    return {"kind": "comparison", "rows": rows, "quantkit": "0.1.0", "device": "cpu"}
+    place = {"device": "cpu", "machine": "x86_64"}
+    return {"kind": "comparison", "rows": rows, "quantkit": "0.1.0", "torch": "2.11.0", **place}
 
 
 def perplexity_document() -> dict[str, Any]:
