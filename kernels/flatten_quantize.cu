@@ -8,8 +8,9 @@
 // first K columns are channels 0 .. K - 1 with segment 0; those behind gather. Half to even; NaN gives 0 and Inf the
 // largest slice; the same fp32 operations as ops/flatten.py, so the same bits.
 //
-//   block = rowsPerBlock rows of x, staged in shared memory by asynchronous copies (kStaged; a row that does not fit
-//           is read from global memory). Other blocks of the multiprocessor hide the wait.
+//   block = rowsPerBlock (a power of 2 up to 64) rows of x, staged in shared memory by asynchronous
+//           copies (kStaged; a row that does not fit is read from global memory). Other blocks of the multiprocessor
+//           hide the wait.
 //   thread = runs of 8 neighbouring columns: their map is read once for all rows of the block
 //
 // kLayout kRows: codes [M, columns] of one byte. kByteTiles, kNibbleTiles: the operand order of bipolar.cuh, a line of
@@ -64,27 +65,46 @@ __device__ __forceinline__ uint2 packRun(const uint32 (&code)[kRun]) {
     }
 }
 
+// Where a run of eight columns goes in every row of a block of kBlockRows rows, which a thread block never leaves.
 template <int kLayout>
-__device__ __forceinline__ void storeRun(uint8* codes, int row, int column, int columns, int kTiles, uint2 run) {
-    if constexpr (kLayout == kRows) {
-        uint8* to = codes + size_t(row) * columns + column;
-        if (columns % kRun == 0) {
-            *reinterpret_cast<uint2*>(to) = run;
-            return;
-        }
-        for (int i = 0; i < min(kRun, columns - column); i++) to[i] = uint8((i < 4 ? run.x : run.y) >> (8 * (i % 4)));
-    } else {
-        constexpr int kPerByte = kLayout == kNibbleTiles ? 2 : 1, kPerLine = kLineBytes * kPerByte;
-        const int byte = column % kPerLine / kPerByte;
-        uint8* to = codes + lineOffset(row, column / kPerLine, kTiles, 0, 1) + chunkOffset(byte / kChunkBytes, row) +
-                    byte % kChunkBytes;
-        if constexpr (kLayout == kNibbleTiles) {
-            *reinterpret_cast<uint32*>(to) = run.x;
+struct Destination {
+    uint8* start;  // of the row block's lines in this column's k tile; kRows: of the columns in the row block
+    int chunk, byte, columns, column;
+
+    __device__ __forceinline__ Destination(uint8* codes, int row, int column, int columns, int kTiles)
+        : columns(columns), column(column) {
+        if constexpr (kLayout == kRows) {
+            start = codes + size_t(row - row % kBlockRows) * columns + column;
+            chunk = byte = 0;
         } else {
-            *reinterpret_cast<uint2*>(to) = run;
+            constexpr int kPerByte = kLayout == kNibbleTiles ? 2 : 1, kPerLine = kLineBytes * kPerByte;
+            const int inLine = column % kPerLine / kPerByte;
+            start = codes + lineOffset(row - row % kBlockRows, column / kPerLine, kTiles, 0, 1);
+            chunk = inLine / kChunkBytes;
+            byte = inLine % kChunkBytes;
         }
     }
-}
+
+    __device__ __forceinline__ void store(int rowInBlock, uint2 run) const {
+        if constexpr (kLayout == kRows) {
+            uint8* to = start + size_t(rowInBlock) * columns;
+            if (columns % kRun == 0) {
+                *reinterpret_cast<uint2*>(to) = run;
+                return;
+            }
+            for (int i = 0; i < min(kRun, columns - column); i++) {
+                to[i] = uint8((i < 4 ? run.x : run.y) >> (8 * (i % 4)));
+            }
+        } else {
+            uint8* to = start + rowInBlock * kLineBytes + chunkOffset(chunk, rowInBlock & 7) + byte;
+            if constexpr (kLayout == kNibbleTiles) {
+                *reinterpret_cast<uint32*>(to) = run.x;
+            } else {
+                *reinterpret_cast<uint2*>(to) = run;
+            }
+        }
+    }
+};
 
 // Eight neighbouring elements of a staged row at a multiple of eight.
 template <int kDtype>
@@ -165,7 +185,10 @@ __global__ void __launch_bounds__(512, 2)
     const Multiplier factors{perChannel ? multiplier : nullptr, *multiplier};
     const float limit = float(top);
 
+    const int firstInBlock = firstRow % kBlockRows;
+
     for (int column = threadIdx.x * kRun; column < written; column += blockDim.x * kRun) {
+        const Destination<kLayout> destination(codes, firstRow, column, columns, kTiles);
         uint32 code[kRun];
         if (kStaged && column + kRun <= K) {
             float factor[kRun];
@@ -179,7 +202,7 @@ __global__ void __launch_bounds__(512, 2)
                     const float scaled = __fmul_rn(value[i], factor[i]);
                     code[i] = sliceBits(fabsf(scaled), scaled, limit);
                 }
-                storeRun<kLayout>(codes, firstRow + r, column, columns, kTiles, packRun<kLayout>(code));
+                destination.store(firstInBlock + r, packRun<kLayout>(code));
             }
             continue;
         }
@@ -199,7 +222,7 @@ __global__ void __launch_bounds__(512, 2)
                 const float q = rintf(__fmul_rn(value, run.factor[i]));
                 code[i] = sliceBits(__fsub_rn(fabsf(q), run.full[i]), q, limit);
             }
-            storeRun<kLayout>(codes, firstRow + r, column, columns, kTiles, packRun<kLayout>(code));
+            destination.store(firstInBlock + r, packRun<kLayout>(code));
         }
     }
 }

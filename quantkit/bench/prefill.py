@@ -68,7 +68,7 @@ class PrefillResult:
 class PrefillBench:
     """model: a shape's name or a folder. methods: of a shape; empty for a folder, which is run as it is.
 
-    timed: False measures memory alone, with one pass each.
+    timed: False measures memory alone, with one pass each. layers: blocks of a shape, None for all.
     """
 
     model: str
@@ -77,6 +77,7 @@ class PrefillBench:
     lengths: Sequence[int]
     device: torch.device
     timed: bool = True
+    layers: int | None = None
 
 
 def run_prefill(bench: PrefillBench) -> Iterator[PrefillResult]:
@@ -92,6 +93,8 @@ def run_prefill(bench: PrefillBench) -> Iterator[PrefillResult]:
         yield from _run_model(bench, "as stored", _load_folder(bench))
         return
     shape = model_shape(bench.model)
+    if bench.layers is not None:
+        shape = replace(shape, layers=bench.layers)
     for method in bench.methods:
         if method not in METHODS:
             raise BenchError(f"--method {method}: unknown; choose {', '.join(METHODS)}")

@@ -41,3 +41,13 @@ def test_counting_stops_and_leaves_the_output_alone() -> None:
     model(x)
     assert counts["0"].seen == 6
     assert ClipCount().rate == 0
+
+
+def test_a_prepared_layer_is_counted_too() -> None:
+    model = _model()
+    for layer in model:
+        assert isinstance(layer, QuantizedLinear)
+        layer.prepare()
+    with count_clipping(model) as counts:
+        model(torch.tensor([[254.0, 127.0], [-255.0, 127.4], [300.0, -128.0]]))
+    assert counts["0"] == ClipCount(seen=6, clipped=3)
