@@ -56,11 +56,11 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
 
 #pragma unroll
     for (int part = 0; part < kWordsPerTileRow / kTileQuads * 2; ++part) {  // x, y, z, w of the lane's words
-        const int row = g + (part / 2) * 8, n = rowTile * kTileRows + row;
+        const int row = g + (part % 2) * 8, n = rowTile * kTileRows + row;
         const float factor = rowFactor<kScaleBits>(factors, rowTile, row);
 #pragma unroll 1
         for (int owner = 0; owner < kTileQuads; ++owner) {
-            const int word = owner + (part % 2) * kTileQuads;
+            const int word = owner + (part / 2) * kTileQuads;
             const int column = kTile * kTileColumns + word * kBitsPerWord + quad * kColumnsPerLane;
             uint32 bytes[kBits];
 #pragma unroll

@@ -87,13 +87,13 @@ bcqLutGemv(const uint4* __restrict__ tiles,     // sign tiles
             for (int i = 0; i < kBits; ++i) words[i] = __ldcs(source + i * kWarpSize);
 #pragma unroll
             for (int part = 0; part < kParts; ++part) {
-                const int word = quad + part % 2 * kTileQuads;
+                const int word = quad + part / 2 * kTileQuads;
                 const float* table = tables + (tile * kTablesPerTile + word * kTablesPerWord) * kLutEntries;
 #pragma unroll
                 for (int chunk = 0; chunk < kChunks; ++chunk) {
                     const int column = kTile * kTileColumns + word * kBitsPerWord + chunk * kLutWidth;
                     const int group = min(column / groupSize, groups - 1);
-                    const auto* scale = scales + scaleIndex(rowTile, groups, group, g + part / 2 * 8, entries, 0);
+                    const auto* scale = scales + scaleIndex(rowTile, groups, group, g + part % 2 * 8, entries, 0);
                     constexpr int kBytes = kTablesPerWord / kChunks;
 #pragma unroll
                     for (int i = 0; i < kBits; ++i) {
@@ -104,7 +104,7 @@ bcqLutGemv(const uint4* __restrict__ tiles,     // sign tiles
                             const uint32 key = wordOf(words[i], part) >> (byte * kLutWidth) & (kLutEntries - 1);
                             found += table[byte * kLutEntries + key];
                         }
-                        sums[part / 2] += scaleValue<kScaleBits>(scale[i * kLaneRows]) * found;
+                        sums[part % 2] += scaleValue<kScaleBits>(scale[i * kLaneRows]) * found;
                     }
                     if (entries > kBits) {
                         float plain = 0.0f;
@@ -112,7 +112,7 @@ bcqLutGemv(const uint4* __restrict__ tiles,     // sign tiles
                         for (int b = 0; b < kBytes; ++b) {
                             plain += table[(chunk * kBytes + b) * kLutEntries + kLutEntries - 1];
                         }
-                        sums[part / 2] += offsetValue<kScaleBits>(scale[kBits * kLaneRows]) * plain;
+                        sums[part % 2] += offsetValue<kScaleBits>(scale[kBits * kLaneRows]) * plain;
                     }
                 }
             }

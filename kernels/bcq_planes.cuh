@@ -1,4 +1,4 @@
-// Activations as 16 fixed-point bit planes, in the fragment order of the binary tensor cores' A operand.
+// Activations as 16 fixed-point bit planes, in the fragment order of the binary tensor cores' B operand.
 //
 // A segment of kSegment columns of x shares the power of two s that brings its largest element below 2^15:
 //   x[k] ~ s * c[k],  c[k] = round(x[k] / s) in [-2^15, 2^15),  c = sum_{p<15} 2^p bit_p - 2^15 bit_15
@@ -22,9 +22,28 @@ constexpr uint32 kInverseBias = 2 * 127 + kScaleBits;
 constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: the float whose low bits count in ones
 constexpr uint32 kRoundToIntegerBits = 0x4b400000;
 
-// Lane t of a quad counts planes 2t, 2t + 1, 2t + 8 and 2t + 9, in units of 2^(2t).
-constexpr int kQuadLow1 = 2, kQuadHigh0 = 256, kQuadHigh1 = 512;
-__device__ __forceinline__ int quadSignWeight(int quad) { return quad == kTileQuads - 1 ? -kQuadHigh1 : kQuadHigh1; }
+// The value of a count of planes 2t, 2t + 1 (low) or 2t + 8, 2t + 9 (high), as two fp16: 2^p, -2^15 for the sign.
+constexpr uint32 kHalfOneBits = 0x3c00, kHalfExponentShift = 10, kHalfSignBit = 0x8000;
+__device__ __forceinline__ uint32 planeWeights(int quad, bool high) {
+    const int first = 2 * quad + (high ? kPlanes / 2 : 0);
+    const uint32 one = kHalfOneBits + (first << kHalfExponentShift), two = one + (1 << kHalfExponentShift);
+    return one | (first + 1 == kPlanes - 1 ? two | kHalfSignBit : two) << 16;
+}
+
+// A record holds one k tile of one row of x:
+//   planes [lane = 4 (p % 8) + t] uint4 {planes p, p + 8 of word t; the same of word t + 4}: B of two binaryCount256
+//   about  [segment] float2 {scale s, sum of the codes}
+constexpr int kPlaneBytes = kWarpSize * sizeof(uint4);
+template <int kSegment>
+__host__ __device__ constexpr int recordBytes() {
+    return kPlaneBytes + (kSegment < kTileColumns ? kTileColumns / kSegment * int(sizeof(float2)) : int(sizeof(uint4)));
+}
+// Where segment `segment`, counted from a record's first, keeps its scale and sum.
+template <int kSegment>
+__device__ __forceinline__ constexpr uint32 aboutOffset(int segment) {
+    constexpr int kTileSegments = kTileColumns / kSegment;
+    return segment / kTileSegments * recordBytes<kSegment>() + kPlaneBytes + segment % kTileSegments * sizeof(float2);
+}
 
 // 32 consecutive elements of x; zeros behind `columns`.
 __device__ __forceinline__ void loadValues(const uint16* x, int first, int columns, int dtype, bool vectors,
@@ -68,12 +87,10 @@ __device__ __forceinline__ void transposeBits(uint32 (&words)[kPairs]) {
 }
 
 // Planes of 32 values per lane; the lanes of a segment (kSegment / 32 neighbours) share a scale. Whole warps call it.
-// planes: [k tile][lane = 4 (p % 8) + t] uint4 {planes p, p + 8 of word t; the same of word t + 4}: the B operand of
-// two binaryMma256. meta: [k tile][segment][t] {scale s, kRoundToInteger + sum of the codes' bits that lane t counts}.
-// word: index of the 32 columns, counted from the first k tile of `planes`. valid: whether to write.
+// word: index of the 32 columns, counted from the first record. valid: whether to write.
 template <int kSegment>
 __device__ __forceinline__ void writePlanes(const float (&values)[kValuesPerThread], int word, bool valid,
-                                            uint4* planes, float2* meta) {
+                                            unsigned char* records) {
     constexpr int kLanes = kSegment / kBitsPerWord;
     uint32 largest = 0;  // as bits, so that NaN > Inf > every number
 #pragma unroll
@@ -84,36 +101,30 @@ __device__ __forceinline__ void writePlanes(const float (&values)[kValuesPerThre
     const uint32 exponent = max(largest >> kExponentShift, kSmallestExponent);
     const bool finite = exponent < kInfiniteExponent;
     const float inverse = finite ? __uint_as_float((kInverseBias - exponent) << kExponentShift) : 0.0f;
-    uint32 words[kPairs];
+    uint32 words[kPairs], total = 0u - kValuesPerThread * kRoundToIntegerBits;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
         const uint32 low = __float_as_uint(fmaf(finite ? values[i] : 0.0f, inverse, kRoundToInteger));
         const uint32 high = __float_as_uint(fmaf(finite ? values[i + kPairs] : 0.0f, inverse, kRoundToInteger));
+        total += low + high;
         words[i] = __byte_perm(low, high, 0x5410);
     }
     transposeBits(words);
-    int sums[kTileQuads];
+    int sum = int(total);
 #pragma unroll
-    for (int t = 0; t < kTileQuads; ++t) {
-        sums[t] = __popc(words[2 * t]) + kQuadLow1 * __popc(words[2 * t + 1]) +
-                  kQuadHigh0 * __popc(words[2 * t + kPlanes / 2]) +
-                  quadSignWeight(t) * __popc(words[2 * t + 1 + kPlanes / 2]);
-#pragma unroll
-        for (int mask = 1; mask < kLanes; mask *= 2) sums[t] += __shfl_xor_sync(kFullWarp, sums[t], mask);
-    }
+    for (int mask = 1; mask < kLanes; mask *= 2) sum += __shfl_xor_sync(kFullWarp, sum, mask);
     if (!valid) return;
 
-    const int kTile = word / kWordsPerTileRow, quad = word % kTileQuads, half = word % kWordsPerTileRow / kTileQuads;
-    uint2* column = reinterpret_cast<uint2*>(planes + kTile * kWarpSize + quad) + half;
+    unsigned char* record = records + word / kWordsPerTileRow * recordBytes<kSegment>();
+    const int quad = word % kTileQuads, half = word % kWordsPerTileRow / kTileQuads;
+    uint2* column = reinterpret_cast<uint2*>(record) + quad * 2 + half;
 #pragma unroll
     for (int p = 0; p < kPlanes / 2; ++p) column[2 * kTileQuads * p] = make_uint2(words[p], words[p + kPlanes / 2]);
     if (word % kLanes == 0) {
         const float zeroOrScale = largest ? __uint_as_float((exponent - kScaleBits) << kExponentShift) : 0.0f;
         const float scale = finite ? zeroOrScale : __uint_as_float(kNotANumberBits);
-#pragma unroll
-        for (int t = 0; t < kTileQuads; ++t) {
-            meta[word / kLanes * kTileQuads + t] = make_float2(scale, kRoundToInteger + float(sums[t]));
-        }
+        float2* about = reinterpret_cast<float2*>(record + kPlaneBytes);
+        about[word % kWordsPerTileRow / kLanes] = make_float2(scale, float(sum));
     }
 }
 
@@ -121,12 +132,12 @@ __device__ __forceinline__ void writePlanes(const float (&values)[kValuesPerThre
 // `columns`. Not inlined: it runs once per pass, and the caller's loops keep their registers.
 template <int kSegment>
 __device__ __noinline__ void makePlanes(const uint16* x, int first, int columns, int kTiles, int dtype, bool vectors,
-                                        uint4* planes, float2* meta) {
+                                        unsigned char* records) {
     const int words = kTiles * kWordsPerTileRow;
     for (int start = threadIdx.x / kWarpSize * kWarpSize; start < words; start += blockDim.x) {
         const int word = start + threadIdx.x % kWarpSize;
         float values[kValuesPerThread];
         loadValues(x, word < words ? first + word * kBitsPerWord : columns, columns, dtype, vectors, values);
-        writePlanes<kSegment>(values, word, word < words, planes, meta);
+        writePlanes<kSegment>(values, word, word < words, records);
     }
 }

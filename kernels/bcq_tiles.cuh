@@ -2,8 +2,8 @@
 //
 //   sign tiles   [row tile][k tile][plane][lane] uint4     16 rows x 256 columns of one plane = 512 bytes
 //     lane = 4 g + t holds  x: row g,     columns 32 t .. 32 t + 31      (bit b = column 32 t + b)
-//                           y: row g,     columns 128 + 32 t ..
-//                           z: row g + 8, columns 32 t ..
+//                           y: row g + 8, columns 32 t ..
+//                           z: row g,     columns 128 + 32 t ..
 //                           w: row g + 8, columns 128 + 32 t ..
 //   scale tiles  [row tile][group][g][entry][2]            rows g and g + 8 of the tile
 //     entry i < bits: scales of plane i; entry bits, where present: the offset

@@ -20,6 +20,29 @@ __device__ __forceinline__ void binaryMma256(int (&c)[4], uint4 a, uint32 b0, ui
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
+// D = popcount(A and B): the same on an empty sum.
+__device__ __forceinline__ void binaryCount128(int (&d)[4], uint32 a0, uint32 a1, uint32 b0) {
+    asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a0), "r"(a1), "r"(b0), "r"(0));
+}
+
+__device__ __forceinline__ void binaryCount256(int (&d)[4], uint4 a, uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.and.popc "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "r"(0));
+}
+
+// D = C + A B on fp16, 16 x 16 by 16 x 8, fp32 sums. Lane = 4 g + t, two elements per register. A: a.x row g, columns
+// 2t, 2t + 1; a.y row g + 8; a.z, a.w the same rows 8 columns further. B: b0 rows 2t, 2t + 1 of column g; b1 8 rows
+// further. C as binaryMma128.
+__device__ __forceinline__ void halfMma16(float (&c)[4], uint4 a, uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
 // D = C + A B on unsigned bytes, 16 x 32 by 32 x 8: the same lanes and registers as binaryMma256, 4 bytes for 32 bits.
 __device__ __forceinline__ void byteMma32(int (&c)[4], uint4 a, uint32 b0, uint32 b1) {
     asm volatile(
@@ -39,6 +62,31 @@ __device__ __forceinline__ uint4 loadMatrices(uint32 shared) {
     return m;
 }
 
+// 2, 4, 8 or 16 bytes at an address in shared memory.
+__device__ __forceinline__ uint16 loadShared2(uint32 shared) {
+    uint16 value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(shared) : "memory");
+    return value;
+}
+__device__ __forceinline__ uint32 loadShared4(uint32 shared) {
+    uint32 value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(shared) : "memory");
+    return value;
+}
+__device__ __forceinline__ float2 loadShared8(uint32 shared) {
+    float2 value;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(shared) : "memory");
+    return value;
+}
+__device__ __forceinline__ uint4 loadShared16(uint32 shared) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(shared)
+                 : "memory");
+    return v;
+}
+
 __device__ __forceinline__ uint32 sharedAddress(const void* pointer) {
     return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
@@ -51,6 +99,12 @@ __device__ __forceinline__ void copyAsync16(uint32 shared, const void* global) {
 // The same, keeping the line in L1 for the neighbours that read it again.
 __device__ __forceinline__ void copyAsync16Cached(uint32 shared, const void* global) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+// The same, or 16 zero bytes.
+__device__ __forceinline__ void copyAsync16Or0(uint32 shared, const void* global, bool present) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(present ? 16 : 0)
+                 : "memory");
 }
 
 __device__ __forceinline__ void copyCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from quantkit.bench.timing import measure, rotation_length
-from quantkit.cuda.bcq_units import BinaryTile, binary_tile, tokens_at_once
+from quantkit.cuda.bcq_units import BinaryTile
 from quantkit.errors import KernelError
-from quantkit.ops.bcq_cuda import binary_gemv, binary_segment, compute_capability, lut_gemv
+from quantkit.ops.bcq_cuda import binary_gemv, lut_gemv
 from quantkit.ops.bcq_tiles import BcqTiles
 
-LAYOUTS = {  # (planes, tokens) -> (warps, steps, depth)
-    (1, 1): [(16, 4, 3), (16, 2, 4), (24, 4, 2), (8, 4, 4)],
-    (2, 1): [(16, 2, 2), (16, 2, 3), (12, 2, 3)],
-    (3, 1): [(16, 1, 3), (12, 1, 4)],
-    (4, 1): [(16, 1, 3), (16, 1, 2), (12, 1, 4)],
-    (1, 4): [(12, 4, 3)],
-    (2, 4): [(12, 2, 2)],
-    (4, 4): [(12, 1, 3)],
+LAYOUTS = {  # (planes, tokens) -> (warps, steps, depth, resident)
+    (1, 1): [(16, 4, 3, 1), (16, 4, 4, 1), (12, 4, 4, 1), (8, 4, 3, 2)],
+    (2, 1): [(16, 2, 3, 1), (16, 2, 4, 1), (16, 4, 2, 1), (8, 2, 4, 2)],
+    (3, 1): [(16, 1, 4, 1), (12, 1, 5, 1), (8, 1, 4, 2)],
+    (4, 1): [(16, 1, 3, 1), (16, 1, 4, 1), (12, 1, 4, 1), (8, 1, 4, 2)],
+    (1, 4): [(12, 4, 3, 1), (16, 4, 2, 1)],
+    (2, 4): [(12, 2, 3, 1), (16, 2, 2, 1)],
+    (4, 4): [(12, 1, 3, 1), (16, 1, 3, 1)],
 }
 CUDA = torch.device("cuda")
 
@@ -45,25 +45,21 @@ def microseconds(make: Callable[[int], Callable[[], Any]], count: int) -> float:
     return measure([make(i) for i in range(count)], CUDA).median * 1e6
 
 
-def _calls(x: Tensor, weights: list[BcqTiles], tile: BinaryTile) -> Callable[[int], Callable[[], Any]]:
+def _calls(x: Tensor, weights: list[BcqTiles], tile: BinaryTile | None) -> Callable[[int], Callable[[], Any]]:
     return lambda i: lambda: binary_gemv(x, weights[i], None, tile=tile, settled=True)
 
 
 def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict[str, float]:
-    """Microseconds per layout and for the table kernel."""
+    """Microseconds per layout, the table's first, and of the look-up kernel."""
     weights_bytes = size * size * bits // 8
     count = rotation_length(weights_bytes, CUDA)
     weights = [random_tiles(bits, size, group_size, offset) for _ in range(count)]
     x = torch.randn(rows, size, device=CUDA).half()
-    segment = binary_segment(group_size, size)
-    assert segment is not None
-    default = binary_tile(bits, segment, tokens_at_once(rows, bits), compute_capability(CUDA))
     torch.cuda.synchronize()
-    layouts = [default] + [BinaryTile(*layout) for layout in LAYOUTS.get((bits, rows), [])]
+    layouts = {"x".join(map(str, layout)): BinaryTile(*layout) for layout in LAYOUTS.get((bits, rows), [])}
     result: dict[str, float] = {}
     total = weights_bytes + weights[0].scale_tiles.numel() * 2
-    for tile in layouts:
-        name = f"{tile.warps}x{tile.steps}x{tile.depth}"
+    for name, tile in {"table": None, **layouts}.items():
         try:
             result[name] = microseconds(_calls(x, weights, tile), count)
         except KernelError as error:

@@ -10,18 +10,19 @@ from math import ceil
 from quantkit.cuda.units import CompileUnit
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import SCALE_BITS
-from quantkit.formats.planes import MAX_BITS
+from quantkit.formats.planes import BITS_PER_BYTE, MAX_BITS
 
 SEGMENTS = (256, 128, 64, 32)  # columns that share an activation scale: the largest that divides the group size
 TILE_ROWS, TILE_COLUMNS = 16, 256
 _LANES, _VECTOR_BYTES = 32, 16
 _PLANE_BYTES = _LANES * _VECTOR_BYTES  # of one k tile: 16 planes of activations, or one plane of weights
-_META_BYTES, _FLOAT_BYTES = 4 * 8, 4  # per segment and k tile: four lanes' scale and plane sum
+_ABOUT_BYTES, _FLOAT_BYTES = 8, 4  # per segment: scale and sum of the codes
 _LUT_TILE_BYTES = TILE_COLUMNS // 8 * (256 + 2 * 16) * _FLOAT_BYTES  # 32 tables and their half sums
-_RING_SHARE, _RING_SHARE_TOKENS = 0.68, 0.28  # of a block's shared memory; the rest is for the planes of x
+_RING_SHARE, _RING_SHARE_TOKENS = 0.69, 0.38  # of a block's shared memory; the rest is for the planes of x
 _LEAST_WARPS = 4
-_CROWDED, _LEANEST_SEGMENT = 8, 128  # tokens times planes from which only one segment width fits the registers
-_TURNS = {1: (4, 2)}  # planes: (tiles per turn, slots); otherwise a tile and four slots
+_TURNS = {1: 4, 2: 2}  # planes: tiles per turn; otherwise one
+_MOST_DEPTH = 4
+_CROWDED, _FEW_PLANES, _ROOMY_SEGMENT = 8, 4, 128  # where registers run short: tokens times planes, planes, segment
 _SUMS_SHARE = 0.2  # of a block's shared memory, for the warps' sums; more row tiles go to more blocks
 # Warps per block, by tokens: (planes up to, warps). As many as the registers of one multiprocessor carry.
 _WARPS = {
@@ -29,9 +30,12 @@ _WARPS = {
     2: ((4, 12), (8, 8)),
     4: ((4, 12), (8, 8)),
 }
+_RESIDENT_WARPS = 8  # where two blocks share a multiprocessor
+_OVERLAP_CAPABILITY = (9, 0)  # from here on a launch may start before its predecessor ends
 
 _SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10}
 _SHARED_BYTES_ELSEWHERE = 99 << 10
+_BLOCK_RESERVE = 1 << 10  # shared memory that the system keeps per block
 
 
 @dataclass(frozen=True)
@@ -43,15 +47,35 @@ class Gpu:
 
 
 @dataclass(frozen=True)
+class BinaryCase:
+    """What an instance of bcq_binary_gemv computes.
+
+    segment: columns per activation scale. scale_bits: 16 or 8, of a stored scale. tokens: rows of x at once.
+    """
+
+    weight_bits: int
+    segment: int
+    scale_bits: int
+    tokens: int
+
+    def tile_bytes(self, entries: int) -> int:
+        """Signs and scales of one tile with ``entries`` numbers per group and row."""
+        scales = TILE_COLUMNS // self.segment * TILE_ROWS * entries * self.scale_bits // BITS_PER_BYTE
+        return self.weight_bits * _PLANE_BYTES + scales
+
+
+@dataclass(frozen=True)
 class BinaryTile:
     """How a block of bcq_binary_gemv is laid out.
 
     warps: per block. steps: tiles per slot of a warp's ring. depth: slots per ring, one of which is being read.
+    resident: blocks of successive launches that one multiprocessor holds.
     """
 
     warps: int
     steps: int
     depth: int
+    resident: int = 1
 
 
 @dataclass(frozen=True)
@@ -65,9 +89,10 @@ class BinaryPlan:
     warps: int
 
 
-def shared_limit(major: int, minor: int) -> int:
-    """Bytes of shared memory that one block may use."""
-    return _SHARED_BYTES.get((major, minor), _SHARED_BYTES_ELSEWHERE)
+def shared_limit(major: int, minor: int, resident: int = 1) -> int:
+    """Bytes of shared memory that one block may use where ``resident`` blocks share a multiprocessor."""
+    most = _SHARED_BYTES.get((major, minor), _SHARED_BYTES_ELSEWHERE)
+    return (most + _BLOCK_RESERVE) // resident - _BLOCK_RESERVE
 
 
 def segment_columns(group_size: int) -> int:
@@ -82,68 +107,69 @@ def segment_columns(group_size: int) -> int:
 
 
 def tokens_at_once(tokens: int, weight_bits: int) -> int:
-    """Tokens per block: 1, 2 or 4; at most 2 from 7 planes on, where 4 do not fit into the registers."""
-    most = 4 if weight_bits <= 6 else 2
+    """Tokens per block: 1, 2 or 4; at most 2 from 6 planes on, where 4 do not fit into the registers."""
+    most = 4 if weight_bits <= 5 else 2
     return next(count for count in (1, 2, 4) if count >= min(tokens, most))
 
 
-def _step_bytes(weight_bits: int, segment: int) -> int:
-    """Signs and scales of one tile, counting an offset."""
-    return weight_bits * _PLANE_BYTES + TILE_COLUMNS // segment * TILE_ROWS * (weight_bits + 1) * 2
+def residencies(case: BinaryCase, capability: tuple[int, int]) -> tuple[int, ...]:
+    """Blocks per multiprocessor that there are layouts for: also two where launches overlap and registers allow it."""
+    small = case.tokens == 1 and case.weight_bits <= _FEW_PLANES
+    return (1, 2) if small and capability >= _OVERLAP_CAPABILITY else (1,)
 
 
-def binary_tile(weight_bits: int, segment: int, tokens: int, capability: tuple[int, int]) -> BinaryTile:
+def binary_tile(case: BinaryCase, capability: tuple[int, int], resident: int = 1) -> BinaryTile:
     """The layout for an instance on a compute capability: as many bytes in flight as shared memory allows."""
-    warps = next(warps for planes, warps in _WARPS[tokens] if weight_bits <= planes)
-    if tokens * weight_bits > _CROWDED and segment != _LEANEST_SEGMENT:
+    warps = next(warps for planes, warps in _WARPS[case.tokens] if case.weight_bits <= planes)
+    warps = _RESIDENT_WARPS if resident > 1 else warps
+    crowded = case.tokens * case.weight_bits >= _CROWDED or case.weight_bits > _FEW_PLANES
+    if crowded and case.segment < _ROOMY_SEGMENT:
         warps = min(warps, 8)
-    steps, depth = _TURNS.get(weight_bits, (1, 4))
-    step = _step_bytes(weight_bits, segment)
-    room = int(shared_limit(*capability) * (_RING_SHARE if tokens == 1 else _RING_SHARE_TOKENS))
+    steps = _TURNS.get(case.weight_bits, 1)
+    step = case.tile_bytes(case.weight_bits + 1)
+    room = int(shared_limit(*capability, resident) * (_RING_SHARE if case.tokens == 1 else _RING_SHARE_TOKENS))
     while steps > 1 and 2 * warps * step * steps > room:
         steps //= 2
     warps = min(warps, max(_LEAST_WARPS, room // (2 * step * steps) // _LEAST_WARPS * _LEAST_WARPS))
-    depth = max(2, min(depth, room // (warps * step * steps)))
-    return BinaryTile(warps, steps, depth)
+    depth = max(2, min(_MOST_DEPTH, room // (warps * step * steps)))
+    return BinaryTile(warps, steps, depth, resident)
 
 
-def binary_unit(weight_bits: int, segment: int, tokens: int, tile: BinaryTile) -> CompileUnit:
-    """bcq_binary_gemv for a number of planes, a segment width, tokens at once and a layout."""
-    arguments = (weight_bits, segment, tokens, tile.warps, tile.steps, tile.depth)
-    return CompileUnit("bcq_binary_gemv.cu", "bcqBinaryGemv", arguments)
+def binary_unit(case: BinaryCase, tile: BinaryTile) -> CompileUnit:
+    """bcq_binary_gemv for a case and a layout."""
+    arguments = (case.weight_bits, case.segment, case.scale_bits, case.tokens)
+    layout = (tile.warps, tile.steps, tile.depth, tile.resident)
+    return CompileUnit("bcq_binary_gemv.cu", "bcqBinaryGemv", arguments + layout)
 
 
 @cache
 def plan_binary(
-    *,
-    weight_bits: int,
-    segment: int,
-    entries: int,
-    tokens: int,
-    tile_counts: tuple[int, int],
-    gpu: Gpu,
-    tile: BinaryTile | None = None,
+    case: BinaryCase, *, entries: int, tile_counts: tuple[int, int], gpu: Gpu, tile: BinaryTile | None = None
 ) -> BinaryPlan:
     """The instance, blocks, passes and shared memory of one launch.
 
-    entries: scale entries per group. tokens: at once. tile_counts: (row tiles, k tiles) of the weight.
-    Raises KernelError where not even one k tile's planes fit beside the rings.
+    entries: numbers per group and row. tile_counts: (row tiles, k tiles) of the weight. tile: not the table's layout.
+    Raises KernelError where not even one turn's planes fit beside the rings.
     """
-    tile = tile or binary_tile(weight_bits, segment, tokens, gpu.capability)
     row_tiles, k_tiles = tile_counts
-    step = weight_bits * _PLANE_BYTES + TILE_COLUMNS // segment * TILE_ROWS * entries * 2
-    ring = tile.warps * tile.steps * tile.depth * step
-    sums_per_tile = TILE_ROWS * tokens * _FLOAT_BYTES * tile.warps
-    most_tiles = max(1, int(shared_limit(*gpu.capability) * _SUMS_SHARE) // sums_per_tile)
+    if tile is None:
+        # Two blocks where the next launch's first slots are a good part of what it reads at all.
+        own_bytes = ceil(row_tiles / gpu.processors) * k_tiles * case.tile_bytes(entries)
+        light = own_bytes <= shared_limit(*gpu.capability, 2)
+        tile = binary_tile(case, gpu.capability, residencies(case, gpu.capability)[-1 if light else 0])
+    limit = shared_limit(*gpu.capability, tile.resident)
+    ring = tile.warps * tile.steps * tile.depth * case.tile_bytes(entries)
+    sums_per_tile = TILE_ROWS * case.tokens * _FLOAT_BYTES * tile.warps
+    most_tiles = max(1, int(limit * _SUMS_SHARE) // sums_per_tile)
     blocks = max(min(row_tiles, gpu.processors), ceil(row_tiles / most_tiles))
     sums = sums_per_tile * ceil(row_tiles / blocks)
-    per_tile = tokens * (_PLANE_BYTES + TILE_COLUMNS // segment * _META_BYTES)
-    fitting = (shared_limit(*gpu.capability) - ring - sums) // per_tile
+    record = _PLANE_BYTES + max(_VECTOR_BYTES, TILE_COLUMNS // case.segment * _ABOUT_BYTES)
+    fitting = (limit - ring - sums) // (case.tokens * record) // tile.steps * tile.steps
     if fitting < 1:
         raise KernelError(f"bcq_binary_gemv: a layout of {tile} does not fit into shared memory")
-    pass_tiles = ceil(k_tiles / ceil(k_tiles / fitting))
-    unit = binary_unit(weight_bits, segment, tokens, tile)
-    return BinaryPlan(unit, blocks, pass_tiles, ring + sums + per_tile * pass_tiles, tile.warps)
+    pass_tiles = ceil(ceil(k_tiles / ceil(k_tiles / fitting)) / tile.steps) * tile.steps
+    shared_mem = ring + sums + case.tokens * record * pass_tiles
+    return BinaryPlan(binary_unit(case, tile), blocks, pass_tiles, shared_mem, tile.warps)
 
 
 def lut_unit(weight_bits: int, fine: bool, scale_bits: int) -> CompileUnit:
@@ -177,8 +203,8 @@ def bcq_units(major: int, minor: int) -> Iterator[CompileUnit]:
             yield dequantize_unit(weight_bits, scale_bits)
             for fine in (False, True):
                 yield lut_unit(weight_bits, fine, scale_bits)
-        for segment in SEGMENTS:
-            for tokens in sorted({tokens_at_once(count, weight_bits) for count in (1, 2, 4)}):
-                yield binary_unit(
-                    weight_bits, segment, tokens, binary_tile(weight_bits, segment, tokens, (major, minor))
-                )
+            for segment in SEGMENTS:
+                for tokens in sorted({tokens_at_once(count, weight_bits) for count in (1, 2, 4)}):
+                    case = BinaryCase(weight_bits, segment, scale_bits, tokens)
+                    for resident in residencies(case, (major, minor)):
+                        yield binary_unit(case, binary_tile(case, (major, minor), resident))

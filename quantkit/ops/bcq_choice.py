@@ -68,7 +68,7 @@ def choose(x: Tensor, weight_bits: int, out_features: int, group_size: int, scal
     Raises KernelError for a damaged table.
     """
     tokens, columns = x.shape
-    usable = candidates(x.dtype, group_size, columns, scale_bits)
+    usable = candidates(x.dtype, group_size, columns)
     if tokens > ROW_CLASSES[-1] or usable == (DEQUANTIZE,):
         return DEQUANTIZE
     measured = _table().get(torch.cuda.get_device_name(x.device), {})
@@ -93,7 +93,7 @@ def ensure_measured(weight: BcqTiles) -> None:
         x = torch.randn(tokens, columns, dtype=torch.float16, device=device)
         seconds = {
             kernel: cold_seconds(_call(kernel, x, weight), device)
-            for kernel in candidates(x.dtype, weight.group_size, columns, weight.scale_bits)
+            for kernel in candidates(x.dtype, weight.group_size, columns)
             if kernel != LUT or tokens <= _FEW_ROWS
         }
         best[str(tokens)] = min(seconds, key=seconds.__getitem__)

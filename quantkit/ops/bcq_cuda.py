@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from quantkit.cuda.bcq_units import (
     SUM_PARTIALS,
+    BinaryCase,
     BinaryTile,
     Gpu,
     dequantize_unit,
@@ -22,7 +23,7 @@ from quantkit.cuda.bcq_units import (
 )
 from quantkit.cuda.launch import DTYPE_CODES, launch
 from quantkit.errors import KernelError
-from quantkit.formats.bcq import CODE_BITS, group_count, group_width
+from quantkit.formats.bcq import group_count, group_width
 from quantkit.ops.bcq_tiles import BcqTiles, tile_counts
 
 BINARY, LUT, DEQUANTIZE = "bcq_binary_gemv", "bcq_lut_gemv", "bcq_dequantize"
@@ -67,10 +68,8 @@ def binary_gemv(
         raise KernelError(f"{BINARY} needs a group size that is a multiple of 32, not {weight.group_size}")
     at_once = tokens_at_once(tokens, weight.weight_bits)
     plan = plan_binary(
-        weight_bits=weight.weight_bits,
-        segment=segment,
+        BinaryCase(weight.weight_bits, segment, weight.scale_bits, at_once),
         entries=weight.entries,
-        tokens=at_once,
         tile_counts=tile_counts(weight.rows, columns),
         gpu=Gpu(compute_capability(x.device), processor_count(x.device)),
         tile=tile,
@@ -86,6 +85,7 @@ def binary_gemv(
         args=(
             weight.tiles,
             weight.scale_tiles,
+            weight.factor_tiles,
             x,
             bias,
             y,
@@ -178,14 +178,11 @@ def dequantize_tiles(weight: BcqTiles, dtype: torch.dtype) -> Tensor:
     return dequantized
 
 
-def candidates(dtype: torch.dtype, group_size: int, columns: int, scale_bits: int = 16) -> tuple[str, ...]:
-    """Kernels that can run a product with activations of ``dtype``; fp32 activations keep fp32 weights (dequantize).
-
-    The binary kernel reads fp16 scales only.
-    """
+def candidates(dtype: torch.dtype, group_size: int, columns: int) -> tuple[str, ...]:
+    """Kernels that can run a product with activations of ``dtype``; fp32 activations keep fp32 weights (dequantize)."""
     if dtype not in _GEMV_TYPES:
         return (DEQUANTIZE,)
-    return KERNELS if scale_bits != CODE_BITS and binary_segment(group_size, columns) else (LUT, DEQUANTIZE)
+    return KERNELS if binary_segment(group_size, columns) else (LUT, DEQUANTIZE)
 
 
 def product(kernel: str, x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool = False) -> Tensor:
@@ -193,11 +190,11 @@ def product(kernel: str, x: Tensor, weight: BcqTiles, bias: Tensor | None, *, se
 
     Raises KernelError for an unknown kernel, or one that cannot run these shapes or types.
     """
-    usable = candidates(x.dtype, weight.group_size, x.shape[-1], weight.scale_bits)
+    usable = candidates(x.dtype, weight.group_size, x.shape[-1])
     if kernel not in usable:
         raise KernelError(
-            f"kernel {kernel!r} cannot run {x.dtype} activations with group size {weight.group_size} and "
-            f"{weight.scale_bits}-bit scales; choose {', '.join(usable)}"
+            f"kernel {kernel!r} cannot run {x.dtype} activations with group size {weight.group_size}; "
+            f"choose {', '.join(usable)}"
         )
     bias = None if bias is None else bias.to(x.dtype)
     if kernel == BINARY:

@@ -68,14 +68,14 @@ def tile_signs(signs: Tensor) -> Tensor:
     tile_bytes = TILE_COLUMNS // BITS_PER_BYTE
     padded = pad(signs, (0, k_tiles * tile_bytes - width, 0, row_tiles * TILE_ROWS - rows))
     words = padded.view(torch.int32).view(bits, row_tiles, _ROW_HALVES, _ROWS_PER_HALF, k_tiles, _COLUMN_HALVES, _QUADS)
-    return words.permute(1, 4, 0, 3, 6, 2, 5).reshape(row_tiles, k_tiles, bits, -1)
+    return words.permute(1, 4, 0, 3, 6, 5, 2).reshape(row_tiles, k_tiles, bits, -1)
 
 
 def untile_signs(tiles: Tensor, rows: int, columns: int) -> Tensor:
     """Inverse of tile_signs for a weight of ``rows`` x ``columns``."""
     row_tiles, k_tiles, bits, _ = tiles.shape
-    split = tiles.view(row_tiles, k_tiles, bits, _ROWS_PER_HALF, _QUADS, _ROW_HALVES, _COLUMN_HALVES)
-    words = split.permute(2, 0, 5, 3, 1, 6, 4).reshape(bits, row_tiles * TILE_ROWS, k_tiles * _WORDS)
+    split = tiles.view(row_tiles, k_tiles, bits, _ROWS_PER_HALF, _QUADS, _COLUMN_HALVES, _ROW_HALVES)
+    words = split.permute(2, 0, 6, 3, 1, 5, 4).reshape(bits, row_tiles * TILE_ROWS, k_tiles * _WORDS)
     return words.view(torch.uint8)[:, :rows, : packed_width(columns)].contiguous()
 
 

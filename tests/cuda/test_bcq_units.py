@@ -2,6 +2,7 @@ import pytest
 
 from quantkit.cuda.bcq_units import (
     SEGMENTS,
+    BinaryCase,
     Gpu,
     bcq_units,
     binary_tile,
@@ -14,6 +15,7 @@ from quantkit.cuda.instances import COMPILED_CAPABILITIES
 from quantkit.errors import KernelError
 
 PROCESSORS = 100
+LONGEST_TURN = 4  # k tiles; planes cover whole turns
 IDS = [f"sm_{major}{minor}" for major, minor in COMPILED_CAPABILITIES]
 
 
@@ -26,24 +28,17 @@ def test_every_plan_fits_its_gpu_and_covers_the_row(row_tiles: int, k_tiles: int
     for bits in range(1, 9):
         for segment in SEGMENTS:
             for tokens in (1, 2, 3, 8):
-                plan = plan_binary(
-                    weight_bits=bits,
-                    segment=segment,
-                    entries=bits + 1,
-                    tokens=tokens_at_once(tokens, bits),
-                    tile_counts=(row_tiles, k_tiles),
-                    gpu=Gpu(capability, PROCESSORS),
-                )
+                case = BinaryCase(bits, segment, 16 if segment > 64 else 8, tokens_at_once(tokens, bits))
+                gpu = Gpu(capability, PROCESSORS)
+                plan = plan_binary(case, entries=bits + 1, tile_counts=(row_tiles, k_tiles), gpu=gpu)
                 assert plan.shared_mem <= shared_limit(*capability)
-                assert 1 <= plan.pass_tiles <= k_tiles
+                assert 1 <= plan.pass_tiles < k_tiles + LONGEST_TURN
                 assert plan.blocks >= min(row_tiles, PROCESSORS)
                 assert plan.unit in known  # compiled, without spills, by the tests
 
 
 def test_small_multiprocessors_take_long_rows_in_passes() -> None:
-    plan = plan_binary(
-        weight_bits=4, segment=128, entries=5, tokens=4, tile_counts=(448, 112), gpu=Gpu((8, 6), PROCESSORS)
-    )
+    plan = plan_binary(BinaryCase(4, 128, 16, 4), entries=5, tile_counts=(448, 112), gpu=Gpu((8, 6), PROCESSORS))
     assert plan.pass_tiles < 112
 
 
@@ -61,4 +56,4 @@ def test_groups_of_no_whole_word_have_no_segment() -> None:
 
 def test_layouts_keep_two_slots_even_where_memory_is_short() -> None:
     for capability in COMPILED_CAPABILITIES:
-        assert all(binary_tile(8, segment, 2, capability).depth >= 2 for segment in SEGMENTS)
+        assert all(binary_tile(BinaryCase(8, segment, 16, 2), capability).depth >= 2 for segment in SEGMENTS)

@@ -36,7 +36,7 @@ def test_sign_tiles_follow_the_drawing() -> None:
         k_tile, inner = divmod(column, TILE_COLUMNS)
         word, bit = divmod(inner, 32)
         lane = (local % 8) * 4 + word % 4
-        part = (local // 8) * 2 + word // 4  # x, y, z, w
+        part = word // 4 * 2 + local // 8  # x, y, z, w
         stored = (int(tiles[row_tile, k_tile, plane, lane * 4 + part]) >> bit) & 1
         assert stored == int(bits[plane, row, column]), (plane, row, column)
 
@@ -95,7 +95,7 @@ def _fragment_gemv(weight: BcqWeight, x: Tensor, segment: int) -> Tensor:
                     continue
                 tile = words[row_tile, start // TILE_COLUMNS, entry]
                 row_bits = torch.cat(
-                    [(tile[lanes[w] * 4 + (local // 8) * 2 + w // 4] >> torch.arange(32)) & 1 for w in range(8)]
+                    [(tile[lanes[w] * 4 + w // 4 * 2 + local // 8] >> torch.arange(32)) & 1 for w in range(8)]
                 )[start % TILE_COLUMNS : start % TILE_COLUMNS + segment]
                 counts = (planes & row_bits).sum(1).double()
                 y[row] += a * scale * float(2 * (counts * signed).sum() - codes_sum)
