@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.bench.fast_step import fast_step
 from quantkit.bench.timing import FilledScalars
 from quantkit.errors import BenchError
 
@@ -92,31 +91,21 @@ def _choose(session: Session, logits: Tensor, count: int) -> None:
     session.tokens.index_copy_(1, session.position, session.token)
 
 
-def next_logits(session: Session, *, fast: bool = True) -> Tensor:
-    """Logits [1, vocabulary] after the last token, whose keys and values are cached on the way.
-
-    fast: on a GPU with the single-token kernels of ops/decode.py, otherwise with transformers' own code.
-    """
-    attend = session.model.config.model_type not in _ALIBI_MODELS
-    with torch.no_grad():
-        if not fast:
-            return _forward(session, session.token, session.position)
-        with fast_step(session.model, session.cache, session.position, attend=attend):
-            return _forward(session, session.token, session.position)
-
-
 def step(session: Session) -> None:
     """Append one token. Makes no decision on the host, so it can be captured."""
-    logits = next_logits(session)
     with torch.no_grad():
-        _choose(session, logits, 1)
+        _choose(session, _forward(session, session.token, session.position), 1)
 
 
 def captured_step(session: Session) -> Callable[[], None]:
     """``step`` as a graph replay on a GPU, as itself elsewhere; the session is left as it was found."""
     if session.token.device.type != "cuda":
         return lambda: step(session)
-    kept = (session.token.clone(), session.position.clone())
+    kept = (
+        session.token.clone(),
+        session.position.clone(),
+        [layer.cumulative_length.clone() for layer in _layers(session)],
+    )
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -133,9 +122,15 @@ def captured_step(session: Session) -> Callable[[], None]:
     return replay
 
 
-def _rewind(session: Session, token: Tensor, position: Tensor) -> None:
+def _layers(session: Session) -> Iterator[Any]:
+    return (layer for layer in session.cache.layers if layer.is_initialized)
+
+
+def _rewind(session: Session, token: Tensor, position: Tensor, lengths: list[Tensor]) -> None:
     session.token.copy_(token)
     session.position.copy_(position)
+    for layer, length in zip(_layers(session), lengths, strict=True):
+        layer.cumulative_length.copy_(length)
 
 
 def generate(model: Any, ids: Tensor, new_tokens: int, stop: int | None = None) -> Tensor:
