@@ -24,6 +24,7 @@ _TURNS = {1: 4, 2: 2}  # planes: tiles per turn; otherwise one
 _MOST_DEPTH = 4
 _CROWDED, _FEW_PLANES, _ROOMY_SEGMENT = 8, 4, 128  # where registers run short: tokens times planes, planes, segment
 _SUMS_SHARE = 0.2  # of a block's shared memory, for the warps' sums; more row tiles go to more blocks
+_FINE_WARPS = 12  # at most, for groups of 32 from 4 planes on: 16 warps of 128 registers would spill
 # Warps per block, by tokens: (planes up to, warps). As many as the registers of one multiprocessor carry.
 _WARPS = {
     1: ((4, 16), (8, 12)),
@@ -125,6 +126,8 @@ def binary_tile(case: BinaryCase, capability: tuple[int, int], resident: int = 1
     crowded = case.tokens * case.weight_bits >= _CROWDED or case.weight_bits > _FEW_PLANES
     if crowded and case.segment < _ROOMY_SEGMENT:
         warps = min(warps, 8)
+    if case.segment == SEGMENTS[-1] and case.weight_bits >= _FEW_PLANES:
+        warps = min(warps, _FINE_WARPS)
     steps = _TURNS.get(case.weight_bits, 1)
     step = case.tile_bytes(case.weight_bits + 1)
     room = int(shared_limit(*capability, resident) * (_RING_SHARE if case.tokens == 1 else _RING_SHARE_TOKENS))
