@@ -38,7 +38,7 @@ class BcqSettings:
     rounds: int = 15
     compensate: bool = False
     sweeps: int = 3
-    damping: float = 0.01
+    damping: float = 0.05
     scale_bits: int = 16
 
     def __post_init__(self) -> None:

@@ -7,10 +7,13 @@ Hessian is our own.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from quantkit.errors import StatsError
+from quantkit.formats.bcq import group_width
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.coding import Coder, CodeShape, FitGroup, GroupCodes
 from quantkit.quantizers.gptq import GptqOptions, gptq, inverse_factor
@@ -27,15 +30,17 @@ _ROOM = 1.15
 def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: float) -> tuple[GroupCodes, Tensor]:
     """Code a weight [N, K] column by column, the levels of each group fitted to what compensation has made of it.
 
-    The importance of column k in a fit is 1 / U[k, k]^2, U^T U = H^-1: what an error there still costs after the
-    columns behind it have made up for it, which is the loss that this order minimizes. 8-bit scales are rounded before
+    Groups of large inputs come first, and large inputs first in each group. The importance of column k in a fit is
+    1 / U[k, k]^2, U^T U = H^-1: what an error there still costs after the columns behind it have made up for it, which
+    is the loss that this order minimizes. 8-bit scales are rounded before
     their group's codes are chosen, so that compensation makes up for their rounding too.
     Returns the codes and the Hessian with the damping that was needed.
     Raises StatsError naming the layer where its Hessian is not finite or not positive definite at any damping.
     """
-    weight, hessian = layer.weight, layer.hessian
-    if hessian is None:
+    if layer.hessian is None:
         raise StatsError(f"{layer.name}: compensation needs a Hessian; pass a calibration artifact")
+    order = group_order(layer.hessian.diagonal(), group_width(shape.group_size, layer.weight.shape[1]))
+    weight, hessian = layer.weight[:, order.columns], layer.hessian[order.columns][:, order.columns]
     try:
         factor, needed = inverse_factor(hessian, damping)
     except StatsError as error:
@@ -45,7 +50,41 @@ def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: f
     if shape.coded_scales:  # the factors must be there before the first group: once more, with those of the fp16 scales
         grid = roomy_grid(coding.scales, coding.offset, _ROOM)
         coding = _code_in_order(weight, hessian, importance, needed, shape, fit, grid)
-    return coding, _damped(hessian, needed)
+    return order.restored(coding), _damped(layer.hessian, needed)
+
+
+@dataclass(frozen=True)
+class Order:
+    """columns [K] and groups [G]: the column and the group that come first, second, ..."""
+
+    columns: Tensor
+    groups: Tensor
+
+    def restored(self, coding: GroupCodes) -> GroupCodes:
+        """The codes of columns in this order, back in the weight's own."""
+        columns, groups = self.columns.argsort(), self.groups.argsort()
+        return replace(
+            coding,
+            codes=coding.codes[:, columns].contiguous(),
+            scales=coding.scales[:, :, groups].contiguous(),
+            offset=coding.offset[:, groups].contiguous(),
+        )
+
+
+def group_order(diagonal: Tensor, width: int) -> Order:
+    """Groups of large inputs first, and large inputs first in each group, so that the small ones make up for them.
+
+    A group at the end that is narrower stays there. Source: GPTQ's activation order, kept within groups.
+    """
+    whole = diagonal.numel() // width
+    sums = diagonal[: whole * width].view(whole, width).sum(dim=1)
+    groups = torch.argsort(sums, descending=True, stable=True)
+    inner = torch.argsort(diagonal[: whole * width].view(whole, width), dim=1, descending=True, stable=True)
+    columns = (groups[:, None] * width + inner[groups]).flatten()
+    if whole * width < diagonal.numel():
+        rest = torch.argsort(diagonal[whole * width :], descending=True, stable=True) + whole * width
+        columns, groups = torch.cat([columns, rest]), torch.cat([groups, groups.new_tensor([whole])])
+    return Order(columns, groups)
 
 
 def _code_in_order(

@@ -30,7 +30,7 @@ class RtnSettings:
     group_size: int = 128
     clip: bool = True
     compensate: bool = False
-    damping: float = 0.01
+    damping: float = 0.05
     scale_bits: int = 16
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from quantkit.quantizers import bcq, rounding
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq import BcqSettings, solve_groups
 from quantkit.quantizers.coding import CodeShape
-from quantkit.quantizers.compensation import compensate, refine
+from quantkit.quantizers.compensation import compensate, group_order, refine
 from quantkit.quantizers.levels import Coding
 from quantkit.quantizers.rounding import RtnSettings
 
@@ -45,7 +45,7 @@ def test_compensated_coding_lowers_the_output_error(group_size: int, offset: boo
     ]
     assert compensated[0] < 0.8 * plain
     assert compensated[2] <= compensated[1] <= compensated[0] * (1 + FP32_RTOL)
-    assert compensated[2] < 0.99 * compensated[0]
+    assert compensated[2] < 0.995 * compensated[0]
 
 
 def test_compensated_rounding_lowers_the_output_error() -> None:
@@ -97,3 +97,21 @@ def test_hessian_that_is_no_number_is_refused_by_name(value: float) -> None:
     layer.hessian[3, 4] = value
     with pytest.raises(StatsError, match=r"block\.layer.*NaN or Inf"):
         bcq.quantize(layer, BcqSettings(group_size=32, compensate=True))
+
+
+def test_columns_of_a_group_may_come_in_any_order() -> None:
+    layer, width = _layer(columns=72), 32  # the last group has 8 columns
+    assert layer.hessian is not None
+    generator = torch.Generator().manual_seed(3)
+    shuffled = torch.cat([g[torch.randperm(len(g), generator=generator)] for g in torch.arange(72).split(width)])
+    moved = replace(layer, weight=layer.weight[:, shuffled], hessian=layer.hessian[shuffled][:, shuffled])
+    settings = BcqSettings(weight_bits=3, group_size=width, compensate=True, sweeps=0)
+    here, there = (dequantize(bcq.quantize(one, settings)) for one in (layer, moved))
+    assert torch.equal(here[:, shuffled], there)
+
+
+def test_groups_of_large_inputs_are_coded_first() -> None:
+    diagonal = torch.tensor([1.0, 2.0, 9.0, 8.0, 3.0, 4.0, 50.0])
+    order = group_order(diagonal, 2)
+    assert order.groups.tolist() == [1, 2, 0, 3]  # the narrow one stays last
+    assert order.columns.tolist() == [2, 3, 5, 4, 1, 0, 6]
