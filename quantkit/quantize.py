@@ -16,6 +16,7 @@ from quantkit.calibration.artifact import Calibration, check_model, load_calibra
 from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, bits_per_weight, config_to_json
 from quantkit.checkpoint.write import check_output, folder_bytes, save_checkpoint
 from quantkit.errors import CalibrationError, ModelError, StatsError
+from quantkit.integrations import int8_attention
 from quantkit.integrations.transformers import attach_config
 from quantkit.methods import METHODS, LayerPlan, check_recipe, plan_layers
 from quantkit.models.families import block_linears, decoder_blocks, linear_bias, linear_weight
@@ -27,6 +28,7 @@ from quantkit.quantizers.base import LayerInput
 from quantkit.recipe import Recipe
 from quantkit.stats import LayerStats
 
+_ATTENTION_WINDOWS = 8  # enough for the largest magnitudes; each costs a pass of the whole model
 _LARGEST = torch.finfo(torch.float16).max  # scales and offsets are stored in fp16
 
 
@@ -58,14 +60,18 @@ def quantize_model(
     layers = block_linears(loaded)
     plans = plan_layers(recipe, list(layers))
     _check_calibration(plans, artifact, loaded, recipe)
+    _check_attention(recipe, artifact, loaded)
     _check_weights(loaded)
     started = time.perf_counter()
     transforms, folded, changed = _transform(loaded, plans, artifact)
     if artifact is not None:
         artifact = replace(artifact, layers=artifact.layers | changed)
     report = _quantize_layers(loaded, plans, artifact, folded)
+    attention = {}
+    if recipe.attention_bits is not None and artifact is not None:
+        attention = int8_attention.calibrate(loaded, artifact.windows[:_ATTENTION_WINDOWS])
     seconds = time.perf_counter() - started
-    config = _config(loaded, plans, recipe, artifact)
+    config = replace(_config(loaded, plans, recipe, artifact), attention=attention)
     loaded.to("cpu", stored_dtype(model))
     attach_config(loaded, config_to_json(config))
     document = {
@@ -94,6 +100,16 @@ def _check_calibration(
         if method.needs_stats(plan.settings) or method.needs_hessian(plan.settings):
             raise CalibrationError(
                 f"recipe {recipe.name}: method {plan.method} needs a calibration artifact for {name}; "
+                "make one with 'quantkit calibrate' and pass --calibration"
+            )
+
+
+def _check_attention(recipe: Recipe, artifact: Calibration | None, model: nn.Module) -> None:
+    if recipe.attention_bits is not None:
+        int8_attention.check_supported(model)
+        if artifact is None:
+            raise CalibrationError(
+                f"recipe {recipe.name}: attention_bits needs a calibration artifact for the ranges of Q, K and V; "
                 "make one with 'quantkit calibrate' and pass --calibration"
             )
 

@@ -4,6 +4,7 @@ schema: 1
 method: bcq                                   # a row of METHODS
 settings: {weight_bits: 4, group_size: 128}   # that method's settings; unset ones take their defaults
 keep: ["lm_head"]                             # modules left in floating point; globs on module names
+attention_bits: 8                             # optional: attention in INT8 too (integrations/int8_attention.py)
 layers:                                       # exceptions; the first matching glob wins
   - {match: "*.mlp.down_proj", weight_bits: 5}
 """
@@ -22,7 +23,8 @@ from quantkit.assets import recipe_path
 from quantkit.errors import RecipeError
 
 SCHEMA = 1
-_KEYS = ("schema", "method", "settings", "keep", "layers")
+_KEYS = ("schema", "method", "settings", "keep", "attention_bits", "layers")
+_ATTENTION_BITS = (None, 8)
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Recipe:
     settings: Mapping[str, Any] = field(default_factory=dict)
     keep: tuple[str, ...] = ("lm_head",)
     layers: tuple[LayerRule, ...] = ()
+    attention_bits: int | None = None
 
     def keeps(self, layer: str) -> bool:
         """Whether the layer stays in floating point."""
@@ -63,11 +66,13 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """The recipe as a YAML or JSON document that parse_recipe reads back."""
         rules = [{"match": r.match, **({"method": r.method} if r.method else {}), **r.settings} for r in self.layers]
+        attention = {} if self.attention_bits is None else {"attention_bits": self.attention_bits}
         return {
             "schema": SCHEMA,
             "method": self.method,
             "settings": dict(self.settings),
             "keep": list(self.keep),
+            **attention,
             "layers": rules,
         }
 
@@ -95,7 +100,7 @@ def load_recipe(name_or_file: str, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def with_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Apply --set: ``method`` and ``keep`` are the recipe's own keys, every other key is a setting."""
+    """Apply --set: ``method``, ``keep``, ``attention_bits`` are the recipe's own keys, every other key is a setting."""
     merged = {**document, "settings": dict(document.get("settings") or {})}
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -105,7 +110,7 @@ def with_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[s
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise RecipeError(f"--set {override}: {' '.join(str(error).split())}") from error
-        target = merged if key in ("method", "keep") else merged["settings"]
+        target = merged if key in ("method", "keep", "attention_bits") else merged["settings"]
         target[key] = value
     return merged
 
@@ -127,12 +132,16 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
     rules = document.get("layers") or []
     if not isinstance(settings, dict) or not isinstance(keep, list) or not isinstance(rules, list):
         raise RecipeError(f"recipe {where}: 'settings' is a mapping, 'keep' and 'layers' are lists")
+    attention_bits = document.get("attention_bits")
+    if attention_bits not in _ATTENTION_BITS:
+        raise RecipeError(f"recipe {where}: attention_bits is {attention_bits!r}; choose 8, or leave it out for none")
     return Recipe(
         name=name,
         method=document["method"],
         settings=settings,
         keep=tuple(str(glob) for glob in keep),
         layers=tuple(_parse_rule(rule, where) for rule in rules),
+        attention_bits=attention_bits,
     )
 
 

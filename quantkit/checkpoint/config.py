@@ -3,13 +3,14 @@
 {"quant_method": "quantkit", "format_version": 1,
  "groups": [{"spec": {"format": "bcq", "weight_bits": 4, "group_size": 128, "offset": true}, "layers": {name: [N, K]}}],
  "ignore": [names of the Linears left in floating point],
+ "attention": {name of an attention module: [step of Q, of K, of V]}, absent where attention is floating point,
  "meta": {"quantizer": "quantkit 0.1.0", "recipe": {...}, "calibration": {...} or null}}
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from quantkit.errors import CheckpointError
@@ -18,6 +19,7 @@ from quantkit.formats.table import spec_from_json, spec_to_json, stored_bytes
 
 QUANT_METHOD = "quantkit"
 FORMAT_VERSION = 1
+ATTENTION_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -29,12 +31,25 @@ class StoredLayer:
 
 
 @dataclass(frozen=True)
+class AttentionScales:
+    """The value of one step of the INT8 codes of Q, K and V of one attention module."""
+
+    query: float
+    key: float
+    value: float
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
-    """layers: by module name. ignore: Linears kept in floating point. meta: provenance."""
+    """layers: by module name. ignore: Linears kept in floating point. meta: provenance.
+
+    attention: by name, the modules that compute in INT8.
+    """
 
     layers: Mapping[str, StoredLayer]
     ignore: tuple[str, ...]
     meta: Mapping[str, Any]
+    attention: Mapping[str, AttentionScales] = field(default_factory=dict)
 
 
 def config_to_json(config: CheckpointConfig) -> dict[str, Any]:
@@ -42,11 +57,13 @@ def config_to_json(config: CheckpointConfig) -> dict[str, Any]:
     groups: dict[Any, dict[str, list[int]]] = {}
     for name, layer in config.layers.items():
         groups.setdefault(layer.spec, {})[name] = list(layer.shape)
+    attention = {name: list(astuple(scales)) for name, scales in config.attention.items()}
     return {
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
         "groups": [{"spec": spec_to_json(spec), "layers": layers} for spec, layers in groups.items()],
         "ignore": list(config.ignore),
+        **({"attention": attention} if attention else {}),
         "meta": dict(config.meta),
     }
 
@@ -67,7 +84,9 @@ def config_from_json(document: Mapping[str, Any]) -> CheckpointConfig:
             spec = spec_from_json(group["spec"])
             for name, (rows, columns) in group["layers"].items():
                 layers[name] = StoredLayer(spec, (int(rows), int(columns)))
-        return CheckpointConfig(layers, tuple(document["ignore"]), document["meta"])
+        steps = document.get("attention", {}).items()
+        attention = {name: AttentionScales(*(float(step) for step in own)) for name, own in steps}
+        return CheckpointConfig(layers, tuple(document["ignore"]), document["meta"], attention)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"quantization_config is malformed: {error!r}") from error
 

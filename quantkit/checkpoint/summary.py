@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantkit.checkpoint.config import bits_per_weight
+from quantkit.checkpoint.config import ATTENTION_BITS, bits_per_weight
 from quantkit.checkpoint.read import read_checkpoint, read_report
 from quantkit.checkpoint.write import folder_bytes
 from quantkit.formats.table import FORMATS, format_name, stored_bytes
@@ -33,7 +33,7 @@ class LayerSummary:
 class CheckpointSummary:
     """bits_per_weight and quantized_bytes: of the quantized layers. bytes: of all weight files.
 
-    ignore: Linears left in floating point.
+    ignore: Linears left in floating point. attention_bits: of the codes of attention's products, or None.
     """
 
     layers: tuple[LayerSummary, ...]
@@ -43,6 +43,7 @@ class CheckpointSummary:
     quantized_bytes: int
     recipe: str
     calibration: Mapping[str, Any] | None
+    attention_bits: int | None
 
     def to_json(self) -> dict[str, Any]:
         """All of it as a JSON document."""
@@ -86,4 +87,5 @@ def summarize(folder: Path) -> CheckpointSummary:
         quantized_bytes=sum(layer.bytes for layer in layers),
         recipe=str(config.meta.get("recipe")),
         calibration=config.meta.get("calibration"),
+        attention_bits=ATTENTION_BITS if config.attention else None,
     )

@@ -30,6 +30,7 @@ def inspect(
             "bits per weight": f"{summary.bits_per_weight:.3f} over {len(summary.layers)} quantized layers",
             "quantized layers": f"{summary.quantized_bytes / 1e6:.1f} MB",
             "all weights": f"{summary.bytes / 1e6:.1f} MB",
+            "attention": f"INT{summary.attention_bits}" if summary.attention_bits else "floating point",
             "left in floating point": ", ".join(summary.ignore) or "no Linear",
         }
     )

@@ -62,10 +62,19 @@ class QuantkitQuantizer(HfQuantizer):
         install_skeleton(model, config)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
-        """Put the layers that are on a GPU into its kernels' order; tensors were checked before loading."""
+        """Put the layers that are on a GPU into its kernels' order, and attention into INT8 where it was calibrated.
+
+        Tensors were checked before loading.
+        """
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
                 module.settle()
+        attention = config_from_json(self.quantization_config.to_dict()).attention
+        if attention:
+            # Needs all of transformers, which is only half imported where its quantizers import this module.
+            from quantkit.integrations.int8_attention import install
+
+            install(model, attention)
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
         """No entry beyond the model's own: every stored tensor has N at dim -2 and K at dim -1."""

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.calibration.artifact import save_calibration
-from quantkit.calibration.runner import calibrate
 from quantkit.checkpoint.summary import summarize
 from quantkit.data.corpora import load_text
 from quantkit.evaluation.perplexity import perplexity
@@ -25,24 +23,6 @@ RECIPES = ("w8a8-per-tensor", "smoothquant", "flatten-o1", "flatten-o2", "flatte
 FAMILIES = ("llama", "opt", "bloom", "gpt2")
 INT8_LOGITS_RTOL = 0.05  # of the logits' spread: 2 blocks of W8A8 on random weights
 INT4_LOGITS_RTOL = 0.5
-
-
-@pytest.fixture(scope="module", name="calibrated")
-def _calibrated(
-    tiny_model: Callable[[str], Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def artifact(family: str) -> Path:
-        if family not in made:
-            model, tokenizer = load_model(str(tiny_model(family)))
-            corpus = load_text(None, text_file, split="train")
-            result = calibrate(model, tokenizer, corpus, name=family, windows=8, seq_len=64, seed=0)
-            made[family] = tmp_path_factory.mktemp("calibration") / f"{family}.safetensors"
-            save_calibration(result, made[family])
-        return made[family]
-
-    return artifact
 
 
 def _quantize(model: Path, calibration: Path, out: Path, recipe: str, *overrides: str) -> Path:
