@@ -11,7 +11,7 @@ import torch
 
 from quantkit.calibration.artifact import save_calibration
 from quantkit.calibration.runner import calibrate
-from quantkit.data.corpora import load_text
+from quantkit.data.corpora import Corpus
 from quantkit.models.loading import load_model
 from tests.tiny import sample_text, save_tiny_model
 
@@ -64,16 +64,21 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def corpus() -> Corpus:
+    """The text of ``text_file``, there without the package that reads files."""
+    return Corpus("sample.txt", (sample_text(),))
+
+
+@pytest.fixture(scope="session")
 def calibrated(
-    tiny_model: Callable[[str], Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Callable[[str], Path], corpus: Corpus, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """family -> calibration artifact of its tiny model on text_file, made once a session."""
+    """family -> calibration artifact of its tiny model on ``corpus``, made once a session."""
     made: dict[str, Path] = {}
 
     def artifact(family: str) -> Path:
         if family not in made:
             model, tokenizer = load_model(str(tiny_model(family)))
-            corpus = load_text(None, text_file, split="train")
             result = calibrate(model, tokenizer, corpus, name=family, windows=8, seq_len=64, seed=0)
             made[family] = tmp_path_factory.mktemp("calibration") / f"{family}.safetensors"
             save_calibration(result, made[family])

@@ -10,7 +10,7 @@ import torch
 
 from quantkit.calibration.artifact import Calibration, check_model
 from quantkit.calibration.runner import calibrate
-from quantkit.data.corpora import Corpus, load_text
+from quantkit.data.corpora import Corpus
 from quantkit.errors import DataError, ModelError, StatsError
 from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.loading import load_model
@@ -25,10 +25,9 @@ def _run(model: torch.nn.Module, tokenizer: object, corpus: Corpus, windows: int
 
 @pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gpt2"])
 def test_every_linear_gets_the_statistics_of_its_input(
-    family: str, tiny_model: Callable[[str], Path], text_file: Path, device: torch.device
+    family: str, tiny_model: Callable[[str], Path], corpus: Corpus, device: torch.device
 ) -> None:
     model, tokenizer = load_model(str(tiny_model(family)), device=device)
-    corpus = load_text(None, text_file, split="train")
     calibration = _run(model, tokenizer, corpus)
     linears = block_linears(model)
     assert list(calibration.layers) == list(linears)
@@ -50,9 +49,8 @@ def test_every_linear_gets_the_statistics_of_its_input(
         assert int(stats.histogram.sum()) == x.numel()
 
 
-def test_origin_is_recorded(tiny_model: Callable[[str], Path], text_file: Path) -> None:
+def test_origin_is_recorded(tiny_model: Callable[[str], Path], corpus: Corpus) -> None:
     model, tokenizer = load_model(str(tiny_model("llama")))
-    corpus = load_text(None, text_file, split="train")
     meta = _run(model, tokenizer, corpus).meta
     assert (meta.model, meta.seq_len, meta.tokens) == ("tiny", 64, 192)
     (source,) = meta.texts
@@ -60,19 +58,19 @@ def test_origin_is_recorded(tiny_model: Callable[[str], Path], text_file: Path) 
     check_model(_run(model, tokenizer, corpus), model)
 
 
-def test_linears_with_one_input_share_their_statistics(tiny_model: Callable[[str], Path], text_file: Path) -> None:
+def test_linears_with_one_input_share_their_statistics(tiny_model: Callable[[str], Path], corpus: Corpus) -> None:
     model, tokenizer = load_model(str(tiny_model("opt")))
-    layers = _run(model, tokenizer, load_text(None, text_file, split="train")).layers
+    layers = _run(model, tokenizer, corpus).layers
     prefix = "model.decoder.layers.0.self_attn"
     assert layers[f"{prefix}.q_proj"] is layers[f"{prefix}.k_proj"] is layers[f"{prefix}.v_proj"]
     assert layers[f"{prefix}.out_proj"] is not layers[f"{prefix}.q_proj"]
 
 
-def test_quantized_model_is_refused(tiny_model: Callable[[str], Path], text_file: Path) -> None:
+def test_quantized_model_is_refused(tiny_model: Callable[[str], Path], corpus: Corpus) -> None:
     model, tokenizer = load_model(str(tiny_model("llama")))
     model.config.quantization_config = {"quant_method": "quantkit"}
     with pytest.raises(ModelError, match="model tiny is quantized already"):
-        _run(model, tokenizer, load_text(None, text_file, split="train"))
+        _run(model, tokenizer, corpus)
 
 
 def test_short_text_is_refused_with_both_counts(tiny_model: Callable[[str], Path]) -> None:
@@ -81,9 +79,9 @@ def test_short_text_is_refused_with_both_counts(tiny_model: Callable[[str], Path
         _run(model, tokenizer, Corpus("short", ("a line of text",)))
 
 
-def test_overflow_names_the_first_layer_that_sees_it(tiny_model: Callable[[str], Path], text_file: Path) -> None:
+def test_overflow_names_the_first_layer_that_sees_it(tiny_model: Callable[[str], Path], corpus: Corpus) -> None:
     model, tokenizer = load_model(str(tiny_model("llama")))
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.fill_(float("inf"))
     with pytest.raises(StatsError, match=r"model\.layers\.0\.mlp\.down_proj: its input holds NaN or Inf"):
-        _run(model, tokenizer, load_text(None, text_file, split="train"))
+        _run(model, tokenizer, corpus)

@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 
 from quantkit.data.corpora import Corpus, check_text, load_text, text_digest
 from quantkit.errors import DataError
 from tests.network import HUB_ANSWER_SECONDS, cut_network
+
+Dataset = pytest.importorskip("datasets", reason="datasets is not installed").Dataset
 
 ROWS = ["", " = Heading = \n", "", " A line .\n", " Another , longer line .\n"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quantkit.checkpoint.summary import summarize
-from quantkit.data.corpora import load_text
+from quantkit.data.corpora import Corpus
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.formats.flatten import FlattenSpec, segment_capacity
 from quantkit.models.families import block_linears
@@ -47,7 +47,7 @@ def test_every_family_keeps_its_logits(
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_evaluates_and_reports(
-    tiny_model: Callable[[str], Path], calibrated: Callable[[str], Path], text_file: Path, tmp_path: Path, recipe: str
+    tiny_model: Callable[[str], Path], calibrated: Callable[[str], Path], corpus: Corpus, tmp_path: Path, recipe: str
 ) -> None:
     out = _quantize(tiny_model("opt"), calibrated("opt"), tmp_path / "q", recipe)
     for layer in summarize(out).layers:
@@ -57,7 +57,6 @@ def test_every_recipe_evaluates_and_reports(
         assert ("kl_ratio" in layer.measured) == (recipe in ("flatten-o2", "flatten-o3"))
         if recipe in ("w8a8-per-tensor", "smoothquant"):
             assert layer.measured["flatten_ratio"] == 0
-    corpus = load_text(None, text_file, split="test")
     results = [
         perplexity(*load_model(str(folder)), corpus, seq_len=64, max_windows=2) for folder in (tiny_model("opt"), out)
     ]
