@@ -13,6 +13,7 @@ Document = Mapping[str, Any]
 
 _SIZES = re.compile(r"-?[wq]\d+|-g\d+|\+group_size=-?\d+|:\d+")
 COLUMNS = ("recipe", "bits/weight", "MB", "perplexity", "device")
+_PLAIN_COLORS = 10
 _STORED_BITS = 16  # what compression ratios are stated against
 
 
@@ -75,6 +76,10 @@ def _draw(axes: Any, rows: Sequence[Measured]) -> None:
             axes.axhline(row.perplexity, color="black", linewidth=0.8, linestyle=":")
         else:
             families.setdefault(row.family, []).append((_STORED_BITS / row.bits_per_weight, row.perplexity))
+    from matplotlib import colormaps
+
+    colors = colormaps["tab20" if len(families) > _PLAIN_COLORS else "tab10"]
+    axes.set_prop_cycle(color=[colors(i) for i in range(colors.N)])
     for family, points in families.items():
         style = "s--" if "(peer)" in family else "o-"
         axes.plot(*zip(*sorted(points), strict=True), style, markersize=4, linewidth=1, label=family)
