@@ -115,11 +115,19 @@ class TableFile:
 
 
 def table_path(calibration: Calibration, method: LayerMethod) -> Path:
-    """Where the table of a model, its calibration and a method is cached."""
+    """Where the table of a model, its calibration and a method is cached; the name holds the code that fills it."""
     digest = hashlib.sha256(calibration.windows.to(torch.int32).contiguous().numpy().tobytes())
+    for file in _solver_files():
+        digest.update(file.read_bytes())
     key = [SCHEMA, quantkit.__version__, calibration.meta.fingerprint, method.name, sorted(method.settings.items())]
     digest.update(json.dumps(key).encode())
     return cache_folder() / "search" / f"{digest.hexdigest()[:32]}.jsonl"
+
+
+def _solver_files() -> list[Path]:
+    """The quantizers, formats and this package's estimates: their defaults and results are the table's."""
+    root = Path(__file__).parents[1]
+    return sorted(path for folder in ("formats", "quantizers", "search") for path in (root / folder).glob("*.py"))
 
 
 def check_method(method: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.calibration.artifact import save_calibration
+from quantkit.calibration.artifact import load_calibration, save_calibration
 from quantkit.calibration.runner import calibrate
 from quantkit.checkpoint.config import bits_per_weight
 from quantkit.checkpoint.read import read_checkpoint
@@ -269,3 +269,16 @@ def test_cache_ignores_a_torn_last_line(tmp_path: Path) -> None:
     assert list(again.rows) == [("measured", "a", Option(3, 64))]
     again.add("measured", "b", Option(3, 64), kl=0.25)
     assert len(TableFile(path).rows) == 2
+
+
+def test_a_table_of_other_code_is_not_used(
+    calibration: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact, method = load_calibration(calibration("opt")), table_module.LayerMethod("bcq", {"rounds": 2})
+    code = tmp_path / "solver.py"
+    code.write_text("damping = 0.01")
+    monkeypatch.setattr(table_module, "_solver_files", lambda: [code])
+    before = table_module.table_path(artifact, method)
+    assert table_module.table_path(artifact, method) == before
+    code.write_text("damping = 0.05")
+    assert table_module.table_path(artifact, method) != before
