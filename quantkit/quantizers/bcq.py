@@ -29,8 +29,9 @@ _STOP_GAIN = 1e-3
 class BcqSettings:
     """weight_bits: q, planes, 1-8. group_size: g, columns per scale, -1 for the row. offset: store a constant per
     group. rounds: upper limit of alternations between scales and signs. compensate: choose signs and scales against
-    E[x x^T] of the calibration text instead of its diagonal, GPTQ first, then ``sweeps`` rounds of descent; damping as
-    in GPTQ. scale_bits: 16, or 8 for scales and offsets as codes with a factor per row."""
+    E[x x^T] of the calibration text instead of its diagonal, GPTQ first, then ``sweeps`` rounds of descent.
+    damping: share of each diagonal element of E[x x^T] added to it. scale_bits: 16, or 8 for scales and offsets as
+    codes with a factor per row."""
 
     weight_bits: int = 4
     group_size: int = 128
@@ -38,7 +39,7 @@ class BcqSettings:
     rounds: int = 15
     compensate: bool = False
     sweeps: int = 3
-    damping: float = 0.05
+    damping: float = 0.5
     scale_bits: int = 16
 
     def __post_init__(self) -> None:

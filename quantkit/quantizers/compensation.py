@@ -25,6 +25,8 @@ _PROXIMAL = 1e-4
 _BLOCK_COLUMNS = 64
 # What 8-bit scales may grow by over the fp16 ones that their factors were taken from.
 _ROOM = 1.15
+# Share of the mean diagonal that goes on top, for what is singular without it; raised where that is not enough.
+_LEAST_DAMPING = 1e-6
 
 
 def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: float) -> tuple[GroupCodes, Tensor]:
@@ -34,15 +36,16 @@ def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: f
     1 / U[k, k]^2, U^T U = H^-1: what an error there still costs after the columns behind it have made up for it, which
     is the loss that this order minimizes. 8-bit scales are rounded before
     their group's codes are chosen, so that compensation makes up for their rounding too.
-    Returns the codes and the Hessian with the damping that was needed.
+    Returns the codes and the damped Hessian.
     Raises StatsError naming the layer where its Hessian is not finite or not positive definite at any damping.
     """
     if layer.hessian is None:
         raise StatsError(f"{layer.name}: compensation needs a Hessian; pass a calibration artifact")
     order = group_order(layer.hessian.diagonal(), group_width(shape.group_size, layer.weight.shape[1]))
-    weight, hessian = layer.weight[:, order.columns], layer.hessian[order.columns][:, order.columns]
+    damped = damp(layer.hessian, damping)
+    weight, hessian = layer.weight[:, order.columns], damped[order.columns][:, order.columns]
     try:
-        factor, needed = inverse_factor(hessian, damping)
+        factor, needed = inverse_factor(hessian, _LEAST_DAMPING)
     except StatsError as error:
         raise StatsError(f"{layer.name}: {error}") from error
     importance = factor.diagonal().square().reciprocal()
@@ -50,7 +53,8 @@ def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: f
     if shape.coded_scales:  # the factors must be there before the first group: once more, with those of the fp16 scales
         grid = roomy_grid(coding.scales, coding.offset, _ROOM)
         coding = _code_in_order(weight, hessian, importance, needed, shape, fit, grid)
-    return order.restored(coding), _damped(layer.hessian, needed)
+    damped.diagonal().add_(needed * (damped.diagonal().mean().item() or 1.0))
+    return order.restored(coding), damped
 
 
 @dataclass(frozen=True)
@@ -120,10 +124,14 @@ def _rounded_levels(coder: Coder, grid: ScaleGrid) -> Coding:
     return Coding(grid.round_scales(coder.scales[..., None])[..., 0], grid.round_offset(coder.offset[:, None])[:, 0])
 
 
-def _damped(hessian: Tensor, damping: float) -> Tensor:
-    """H + damping * mean(diag H) * I: keeps descent from following the noise of a short calibration text."""
+def damp(hessian: Tensor, damping: float) -> Tensor:
+    """H + damping * diag H: correlations count for less, as those of a short calibration text are mostly noise.
+
+    The limit of large damping is coding each group by itself with column k weighted by E[x_k^2].
+    Deviation: GPTQ adds a share of the mean of diag H, which a few massive channels can make larger than all others'.
+    """
     damped = hessian.clone()
-    damped.diagonal().add_(damping * (hessian.diagonal().mean().item() or 1.0))
+    damped.diagonal().mul_(1 + damping)
     return damped
 
 

@@ -23,14 +23,15 @@ _CLIP_RATIOS = tuple(1.0 - 0.025 * i for i in range(31))
 class RtnSettings:
     """weight_bits: 1-8. group_size: columns per grid, -1 for the row. clip: search the range of least squared error
     (weighted by E[x^2] with a calibration artifact) instead of taking minimum and maximum. compensate: GPTQ, each
-    column's error moved to the columns behind it, grids fitted per group on the way; damping as there. scale_bits: 16,
-    or 8 for scales and offsets as codes with a factor per row; each plane's scale is then rounded by itself."""
+    column's error moved to the columns behind it, grids fitted per group on the way. damping: share of each diagonal
+    element of E[x x^T] added to it. scale_bits: 16, or 8 for scales and offsets as codes with a factor per row; each
+    plane's scale is then rounded by itself."""
 
     weight_bits: int = 4
     group_size: int = 128
     clip: bool = True
     compensate: bool = False
-    damping: float = 0.05
+    damping: float = 0.5
     scale_bits: int = 16
 
     def __post_init__(self) -> None:

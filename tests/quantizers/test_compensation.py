@@ -13,11 +13,12 @@ from quantkit.quantizers import bcq, rounding
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq import BcqSettings, solve_groups
 from quantkit.quantizers.coding import CodeShape
-from quantkit.quantizers.compensation import compensate, group_order, refine
+from quantkit.quantizers.compensation import compensate, damp, group_order, refine
 from quantkit.quantizers.levels import Coding
 from quantkit.quantizers.rounding import RtnSettings
 
 FP32_RTOL = 1e-3  # differences of large sums in fp32
+SCALE_RTOL = 2e-3  # two steps of fp16
 
 
 def _layer(rows: int = 24, columns: int = 80, seed: int = 0) -> LayerInput:
@@ -107,7 +108,8 @@ def test_columns_of_a_group_may_come_in_any_order() -> None:
     moved = replace(layer, weight=layer.weight[:, shuffled], hessian=layer.hessian[shuffled][:, shuffled])
     settings = BcqSettings(weight_bits=3, group_size=width, compensate=True, sweeps=0)
     here, there = (dequantize(bcq.quantize(one, settings)) for one in (layer, moved))
-    assert torch.equal(here[:, shuffled], there)
+    close = torch.isclose(here[:, shuffled], there, rtol=SCALE_RTOL)
+    assert close.float().mean() > 0.98  # libraries sum by memory alignment, so a code on the fence may fall either way
 
 
 def test_groups_of_large_inputs_are_coded_first() -> None:
@@ -115,3 +117,10 @@ def test_groups_of_large_inputs_are_coded_first() -> None:
     order = group_order(diagonal, 2)
     assert order.groups.tolist() == [1, 2, 0, 3]  # the narrow one stays last
     assert order.columns.tolist() == [2, 3, 5, 4, 1, 0, 6]
+
+
+def test_damping_shrinks_correlations_and_no_channel_by_anothers_size() -> None:
+    hessian = torch.tensor([[1e6, 3.0], [3.0, 2.0]])
+    damped = damp(hessian, 0.5)
+    assert damped.tolist() == [[1.5e6, 3.0], [3.0, 3.0]]
+    assert hessian[1, 1] == 2
