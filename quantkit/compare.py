@@ -128,8 +128,8 @@ def _size(model: str) -> tuple[str, int | None, float]:
     size = folder_bytes(folder) if folder.is_dir() else None
     if folder.is_dir() and is_quantized(model):
         config = read_checkpoint(folder)
-        specs = {layer.spec for layer in config.layers.values()}
-        return _label(specs.pop()) if len(specs) == 1 else "mixed", size, bits_per_weight(config)
+        labels = {_label(layer.spec) for layer in config.layers.values()}
+        return labels.pop() if len(labels) == 1 else "mixed", size, bits_per_weight(config)
     dtype = stored_dtype(model)
     return str(dtype).removeprefix("torch."), size, 8.0 * dtype.itemsize
 

@@ -1,8 +1,13 @@
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
-from quantkit.compare import _label
+from quantkit.compare import _label, _size
 from quantkit.formats.bcq import ROW_WISE, BcqSpec
 from quantkit.formats.bipolar import BipolarSpec
+from quantkit.quantize import quantize_model
+from quantkit.recipe import load_recipe
 
 
 @pytest.mark.parametrize(
@@ -17,3 +22,17 @@ from quantkit.formats.bipolar import BipolarSpec
 )
 def test_label_names_what_tells_two_checkpoints_apart(spec: object, label: str) -> None:
     assert _label(spec) == label
+
+
+def test_layers_of_one_kind_share_a_label_whatever_their_columns(
+    tiny_model: Callable[[str], Path], calibrated: Callable[[str], Path], tmp_path: Path
+) -> None:
+    quantize_model(
+        str(tiny_model("opt")),
+        load_recipe("flatten-o1"),
+        tmp_path / "q",
+        calibration=calibrated("opt"),
+        device="cpu",
+        overwrite=False,
+    )
+    assert _size(str(tmp_path / "q"))[0] == "flatten q8"
