@@ -35,7 +35,7 @@ class GptqOptions:
     def __post_init__(self) -> None:
         if not 0 < self.damping <= 1:
             raise RecipeError(
-                f"damping is {self.damping}; choose a share of the mean diagonal in 0..1, for example 0.01"
+                f"damping is {self.damping}; choose a share of the Hessian's diagonal in 0..1, for example 0.01"
             )
 
 

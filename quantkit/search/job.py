@@ -83,6 +83,8 @@ def search_settings(overrides: Sequence[str]) -> SearchSettings:
     document = with_overrides({"schema": SCHEMA, "method": "bcq", "settings": {}}, overrides)
     own = {key: document["settings"].pop(key) for key in ("per", "measure", "device") if key in document["settings"]}
     recipe = parse_recipe(document, name="search", where="--set")
+    if recipe.attention_bits is not None:
+        raise RecipeError("--set attention_bits: no matter of the search; give it to 'quantize --recipe PLAN'")
     chosen = sorted({"weight_bits", "group_size"} & recipe.settings.keys())
     if chosen:
         raise RecipeError(f"--set {chosen[0]}: is what the search chooses; give --bits and --groups")

@@ -282,3 +282,9 @@ def test_a_table_of_other_code_is_not_used(
     assert table_module.table_path(artifact, method) == before
     code.write_text("damping = 0.05")
     assert table_module.table_path(artifact, method) != before
+
+
+@pytest.mark.parametrize("setting", ["attention_bits=8", "weight_bits=4", "per=block"])
+def test_settings_that_the_search_would_not_carry_out_are_refused(setting: str) -> None:
+    with pytest.raises(RecipeError, match=f"--set {setting.split('=')[0]}"):
+        search_settings([setting])
