@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quantkit.bench.generation import captured_step, start, step
+from quantkit.bench.generation import captured_step, next_logits, start, step
 from quantkit.bench.kernels import TOLERANCE, compute_dtype, random_linear, relative_error
 from quantkit.bench.methods import method_spec
 from quantkit.bench.shapes import MODELS, LinearShape, ModelShape, model_shape
@@ -24,6 +24,7 @@ from quantkit.models.families import decoder_blocks
 from quantkit.nn.quantized_linear import QuantizedLinear
 
 _CHECKED_STEPS = 4
+_FAST_TOLERANCE = 2e-2  # of the logits after dozens of blocks in fp16, rounded in other places
 _ROOM = 1.15  # a model needs its weights, the cache and some workspace
 _POSITIONS = 4096
 
@@ -199,6 +200,7 @@ def _time(bench: DecodeBench, method: str, model: Any) -> DecodeResult:
     ids = torch.randint(10, model.config.vocab_size, (1, bench.prompt), device=device)
     capacity = bench.prompt + bench.new + 1
     start(model, ids, capacity)  # loads kernels and libraries
+    _check_fast_step(model, ids, capacity, method)
     expected = _eager_tokens(model, ids, capacity, min(_CHECKED_STEPS, bench.new))
     began = _now(device)
     session = start(model, ids, capacity)
@@ -229,6 +231,13 @@ def _time(bench: DecodeBench, method: str, model: Any) -> DecodeResult:
         weight_gigabytes_per_second=moved / median / 1e9,
         peak_percent=None if peak is None else 100 * moved / median / peak,
     )
+
+
+def _check_fast_step(model: Any, ids: Tensor, capacity: int, method: str) -> None:
+    if ids.is_cuda:
+        plain = next_logits(start(model, ids, capacity), fast=False).double()
+        error = (next_logits(start(model, ids, capacity)).double() - plain).norm() / plain.norm()
+        check_result(f"{method}, single-token kernels", float(error), _FAST_TOLERANCE)
 
 
 def _eager_tokens(model: Any, ids: Tensor, capacity: int, steps: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.bench.fast_step import fast_step
 from quantkit.bench.timing import FilledScalars
 from quantkit.errors import BenchError
 
@@ -91,10 +92,24 @@ def _choose(session: Session, logits: Tensor, count: int) -> None:
     session.tokens.index_copy_(1, session.position, session.token)
 
 
+def next_logits(session: Session, *, fast: bool = True) -> Tensor:
+    """Logits [1, vocabulary] after the last token, whose keys and values are cached on the way.
+
+    fast: on a GPU with the single-token kernels of ops/decode.py, otherwise with transformers' own code.
+    """
+    attend = session.model.config.model_type not in _ALIBI_MODELS
+    with torch.no_grad():
+        if not fast:
+            return _forward(session, session.token, session.position)
+        with fast_step(session.model, session.cache, session.position, attend=attend):
+            return _forward(session, session.token, session.position)
+
+
 def step(session: Session) -> None:
     """Append one token. Makes no decision on the host, so it can be captured."""
+    logits = next_logits(session)
     with torch.no_grad():
-        _choose(session, _forward(session, session.token, session.position), 1)
+        _choose(session, logits, 1)
 
 
 def captured_step(session: Session) -> Callable[[], None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from quantkit.cuda.bcq_units import bcq_units
 from quantkit.cuda.bipolar_units import bipolar_units
+from quantkit.cuda.decode_units import decode_units
 from quantkit.cuda.flatten_units import flatten_units
 from quantkit.cuda.units import CompileUnit
 
@@ -14,6 +15,7 @@ COMPILED_CAPABILITIES: tuple[tuple[int, int], ...] = ((8, 0), (8, 6), (8, 9), (9
 INSTANCES: dict[str, Callable[[int, int], Iterator[CompileUnit]]] = {
     "bcq": bcq_units,
     "bipolar": bipolar_units,
+    "decode": decode_units,
     "flatten": flatten_units,
 }
 

@@ -1,0 +1,199 @@
+// The small kernels between the products of one decoding step: norms, KV cache, attention of a single token.
+// All read and write fp16 or bf16 and compute in fp32; sums have a fixed order.
+#include "mma.cuh"
+
+namespace {
+
+constexpr int kVectorValues = 8;  // 16-bit elements per 16-byte access
+constexpr int kNormThreads = 512, kNormVectors = 4;
+constexpr int kAttentionWarps = 16, kBatch = 4;
+constexpr uint32 kMinusInfinityBits = 0xff800000;
+
+__device__ __forceinline__ void unpack(const uint4& raw, int dtype, float (&values)[kVectorValues]) {
+    const uint32 pairs[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        values[2 * i] = shortToFloat(uint16(pairs[i]), dtype);
+        values[2 * i + 1] = shortToFloat(uint16(pairs[i] >> 16), dtype);
+    }
+}
+
+__device__ __forceinline__ uint4 pack(const float (&values)[kVectorValues], int dtype) {
+    uint32 pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        pairs[i] = floatToShort(values[2 * i], dtype) | uint32(floatToShort(values[2 * i + 1], dtype)) << 16;
+    }
+    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+// Sum over the block; every thread gets it. `room`: one float per warp, free again at the next call's barrier.
+__device__ __forceinline__ float blockSum(float value, float* room) {
+    const int lane = threadIdx.x % kWarpSize, warps = blockDim.x / kWarpSize;
+    value = laneSum<1, kWarpSize>(value);
+    __syncthreads();
+    if (lane == 0) room[threadIdx.x / kWarpSize] = value;
+    __syncthreads();
+    return laneSum<1, kWarpSize>(lane < warps ? room[lane] : 0.0f);
+}
+
+__device__ __forceinline__ float laneMax(float value) {
+#pragma unroll
+    for (int mask = 1; mask < kWarpSize; mask *= 2) value = fmaxf(value, __shfl_xor_sync(kFullWarp, value, mask));
+    return value;
+}
+
+}  // namespace
+
+// y = (x - mean) / sqrt(var + eps) * weight + bias, or without a mean (kCentered = false) y = round(x / rms) * weight.
+// Grid: one block per row. columns a multiple of 8, at most kNormThreads * kNormVectors * 8.
+template <bool kCentered>
+__global__ void __launch_bounds__(kNormThreads)
+decodeNorm(const uint16* __restrict__ x,       // [rows, columns]
+           const uint16* __restrict__ weight,  // [columns]
+           const uint16* __restrict__ bias,    // [columns], or null
+           uint16* __restrict__ y,             // [rows, columns]
+           int columns, float epsilon, int dtype) {
+    __shared__ float room[kNormThreads / kWarpSize];
+    allowNextKernel();
+    waitForPriorKernels();
+    const int vectors = columns / kVectorValues;
+    const uint4* source = reinterpret_cast<const uint4*>(x + size_t(blockIdx.x) * columns);
+    float values[kNormVectors][kVectorValues];
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kNormVectors; ++i) {
+        const int vector = threadIdx.x + i * kNormThreads;
+        unpack(vector < vectors ? source[vector] : make_uint4(0, 0, 0, 0), dtype, values[i]);
+#pragma unroll
+        for (int k = 0; k < kVectorValues; ++k) sum += values[i][k];
+    }
+    const float mean = kCentered ? blockSum(sum, room) / columns : 0.0f;
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kNormVectors; ++i) {
+        if (threadIdx.x + i * kNormThreads < vectors) {
+#pragma unroll
+            for (int k = 0; k < kVectorValues; ++k) squares += (values[i][k] - mean) * (values[i][k] - mean);
+        }
+    }
+    const float inverse = rsqrtf(blockSum(squares, room) / columns + epsilon);
+#pragma unroll
+    for (int i = 0; i < kNormVectors; ++i) {
+        const int vector = threadIdx.x + i * kNormThreads;
+        if (vector < vectors) {
+            float scales[kVectorValues], shifts[kVectorValues];
+            unpack(reinterpret_cast<const uint4*>(weight)[vector], dtype, scales);
+            unpack(bias ? reinterpret_cast<const uint4*>(bias)[vector] : make_uint4(0, 0, 0, 0), dtype, shifts);
+#pragma unroll
+            for (int k = 0; k < kVectorValues; ++k) {
+                float normal = (values[i][k] - mean) * inverse;
+                if (!kCentered) normal = shortToFloat(floatToShort(normal, dtype), dtype);
+                values[i][k] = normal * scales[k] + shifts[k];
+            }
+            reinterpret_cast<uint4*>(y + size_t(blockIdx.x) * columns)[vector] = pack(values[i], dtype);
+        }
+    }
+}
+
+// keys[h][position] = key[h], values[h][position] = value[h], 16 bytes per thread.
+__global__ void __launch_bounds__(256)
+decodeAppend(const uint4* __restrict__ key,    // [heads, width] of 16-byte vectors
+             const uint4* __restrict__ value,
+             uint4* __restrict__ keys,         // [heads, capacity, width]
+             uint4* __restrict__ values,
+             const long long* __restrict__ position, int heads, int capacity, int width) {
+    allowNextKernel();
+    waitForPriorKernels();
+    const int index = blockIdx.x * blockDim.x + threadIdx.x;
+    if (index >= heads * width) return;
+    const size_t target = (size_t(index / width) * capacity + *position) * width + index % width;
+    keys[target] = key[index];
+    values[target] = value[index];
+}
+
+// y[h] = softmax(scale * q[h] . keys + mask) . values over one token's cache, for every head of one token.
+// Grid: one block per head. kHeadDim / 8 lanes work on one key. Shared memory: `capacity` floats.
+template <int kHeadDim>
+__global__ void __launch_bounds__(kAttentionWarps * kWarpSize)
+decodeAttention(const uint16* __restrict__ q,        // [heads, kHeadDim]
+                const uint16* __restrict__ keys,     // [kv heads, capacity, kHeadDim]
+                const uint16* __restrict__ values,
+                const uint8* __restrict__ mask,      // [capacity], which positions count
+                uint16* __restrict__ y,              // [heads, kHeadDim]
+                int headsPerKv, int capacity, float scale, int dtype) {
+    constexpr int kLanes = kHeadDim / kVectorValues, kKeys = kWarpSize / kLanes, kStride = kKeys * kAttentionWarps;
+    extern __shared__ float scores[];
+    __shared__ float room[kAttentionWarps];
+    __shared__ float parts[kAttentionWarps][kHeadDim];
+    allowNextKernel();
+    waitForPriorKernels();
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    const int part = lane % kLanes, first = warp * kKeys + lane / kLanes;
+    const size_t offset = size_t(blockIdx.x / headsPerKv) * capacity * kHeadDim;
+    const uint4* keyRows = reinterpret_cast<const uint4*>(keys + offset) + part;
+    const uint4* valueRows = reinterpret_cast<const uint4*>(values + offset) + part;
+    float query[kVectorValues], found[kVectorValues];
+    unpack(reinterpret_cast<const uint4*>(q + size_t(blockIdx.x) * kHeadDim)[part], dtype, query);
+
+    const float none = __uint_as_float(kMinusInfinityBits);
+    float largest = none;
+    for (int start = 0; start < capacity; start += kStride * kBatch) {  // kBatch loads in flight
+        uint4 raw[kBatch];
+        bool counts[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int position = start + first + i * kStride, inside = position < capacity ? position : 0;
+            raw[i] = keyRows[size_t(inside) * kLanes];
+            counts[i] = position < capacity && mask[inside];
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int position = start + first + i * kStride;
+            float dot = 0.0f;
+            unpack(raw[i], dtype, found);
+#pragma unroll
+            for (int k = 0; k < kVectorValues; ++k) dot += query[k] * found[k];
+            dot = laneSum<1, kLanes>(dot) * scale;
+            if (!counts[i]) dot = none;
+            if (position < capacity && part == 0) scores[position] = dot;
+            largest = fmaxf(largest, dot);
+        }
+    }
+    largest = laneMax(largest);
+    if (lane == 0) room[warp] = largest;
+    __syncthreads();
+    largest = laneMax(lane < kAttentionWarps ? room[lane] : none);
+
+    float total = 0.0f, sums[kVectorValues] = {};
+    for (int start = 0; start < capacity; start += kStride * kBatch) {
+        uint4 raw[kBatch];
+        float weights[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int position = start + first + i * kStride, inside = position < capacity ? position : 0;
+            raw[i] = valueRows[size_t(inside) * kLanes];
+            weights[i] = position < capacity ? __expf(scores[inside] - largest) : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            unpack(raw[i], dtype, found);
+#pragma unroll
+            for (int k = 0; k < kVectorValues; ++k) sums[k] += weights[i] * found[k];
+            total += part == 0 ? weights[i] : 0.0f;
+        }
+    }
+    total = blockSum(total, room);
+#pragma unroll
+    for (int k = 0; k < kVectorValues; ++k) {
+        sums[k] = laneSum<kLanes, kWarpSize>(sums[k]);
+        if (lane < kLanes) parts[warp][part * kVectorValues + k] = sums[k];
+    }
+    __syncthreads();
+    for (int column = threadIdx.x; column < kHeadDim; column += kAttentionWarps * kWarpSize) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kAttentionWarps; ++w) sum += parts[w][column];
+        y[size_t(blockIdx.x) * kHeadDim + column] = floatToShort(sum / total, dtype);
+    }
+}
