@@ -1,4 +1,4 @@
-// The small kernels between the products of one decoding step: norms, KV cache, attention of a single token.
+// The small kernels between the products of one decoding step: norms, attention of a single token with its KV cache.
 // All read and write fp16 or bf16 and compute in fp32; sums have a fixed order.
 #include "mma.cuh"
 
@@ -6,7 +6,7 @@ namespace {
 
 constexpr int kVectorValues = 8;  // 16-bit elements per 16-byte access
 constexpr int kNormThreads = 512, kNormVectors = 4;
-constexpr int kAttentionWarps = 16, kBatch = 4;
+constexpr int kAttentionWarps = 16, kBatch = 8;
 constexpr uint32 kMinusInfinityBits = 0xff800000;
 
 __device__ __forceinline__ void unpack(const uint4& raw, int dtype, float (&values)[kVectorValues]) {
@@ -96,31 +96,19 @@ decodeNorm(const uint16* __restrict__ x,       // [rows, columns]
     }
 }
 
-// keys[h][position] = key[h], values[h][position] = value[h], 16 bytes per thread.
-__global__ void __launch_bounds__(256)
-decodeAppend(const uint4* __restrict__ key,    // [heads, width] of 16-byte vectors
-             const uint4* __restrict__ value,
-             uint4* __restrict__ keys,         // [heads, capacity, width]
-             uint4* __restrict__ values,
-             const long long* __restrict__ position, int heads, int capacity, int width) {
-    allowNextKernel();
-    waitForPriorKernels();
-    const int index = blockIdx.x * blockDim.x + threadIdx.x;
-    if (index >= heads * width) return;
-    const size_t target = (size_t(index / width) * capacity + *position) * width + index % width;
-    keys[target] = key[index];
-    values[target] = value[index];
-}
-
-// y[h] = softmax(scale * q[h] . keys + mask) . values over one token's cache, for every head of one token.
-// Grid: one block per head. kHeadDim / 8 lanes work on one key. Shared memory: `capacity` floats.
+// y[h] = softmax(scale * q[h] . keys + mask) . values over one token's cache, for every head of one token, whose own key
+// and value go into the cache on the way. Grid: one block per head. kHeadDim / 8 lanes work on one key. Nothing is in the
+// cache behind `position`. Shared memory: `capacity` floats.
 template <int kHeadDim>
 __global__ void __launch_bounds__(kAttentionWarps * kWarpSize)
-decodeAttention(const uint16* __restrict__ q,        // [heads, kHeadDim]
-                const uint16* __restrict__ keys,     // [kv heads, capacity, kHeadDim]
-                const uint16* __restrict__ values,
-                const uint8* __restrict__ mask,      // [capacity], which positions count
-                uint16* __restrict__ y,              // [heads, kHeadDim]
+decodeAttention(const uint16* __restrict__ q,      // [heads, kHeadDim]
+                const uint16* __restrict__ key,    // [kv heads, kHeadDim] of the token
+                const uint16* __restrict__ value,
+                uint16* keys,                      // [kv heads, capacity, kHeadDim]
+                uint16* values,
+                const uint8* __restrict__ mask,    // [capacity], which positions count
+                const long long* __restrict__ position,
+                uint16* __restrict__ y,            // [heads, kHeadDim]
                 int headsPerKv, int capacity, float scale, int dtype) {
     constexpr int kLanes = kHeadDim / kVectorValues, kKeys = kWarpSize / kLanes, kStride = kKeys * kAttentionWarps;
     extern __shared__ float scores[];
@@ -130,33 +118,44 @@ decodeAttention(const uint16* __restrict__ q,        // [heads, kHeadDim]
     waitForPriorKernels();
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const int part = lane % kLanes, first = warp * kKeys + lane / kLanes;
-    const size_t offset = size_t(blockIdx.x / headsPerKv) * capacity * kHeadDim;
-    const uint4* keyRows = reinterpret_cast<const uint4*>(keys + offset) + part;
-    const uint4* valueRows = reinterpret_cast<const uint4*>(values + offset) + part;
+    const int kvHead = blockIdx.x / headsPerKv, here = int(*position), end = here + 1;
+    uint4* keyRows = reinterpret_cast<uint4*>(keys) + size_t(kvHead) * capacity * kLanes;
+    uint4* valueRows = reinterpret_cast<uint4*>(values) + size_t(kvHead) * capacity * kLanes;
+    const uint4* ownKey = reinterpret_cast<const uint4*>(key) + kvHead * kLanes;
+    const uint4* ownValue = reinterpret_cast<const uint4*>(value) + kvHead * kLanes;
+    // The token's own row is read from where it comes from, so that heads sharing a cache need not wait for it.
+    auto load = [&](uint4 (&raw)[kBatch], const uint4* rows, const uint4* own, int start) {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = start + first + i * kStride;
+            raw[i] = make_uint4(0, 0, 0, 0);
+            if (row < end) raw[i] = row == here ? own[part] : rows[size_t(row) * kLanes + part];
+        }
+    };
+    uint4 keyVectors[kBatch], valueVectors[kBatch];
+    load(keyVectors, keyRows, ownKey, 0);
+    load(valueVectors, valueRows, ownValue, 0);  // in flight while the scores are made
+    if (blockIdx.x % headsPerKv == 0 && threadIdx.x < kLanes) {
+        keyRows[size_t(here) * kLanes + threadIdx.x] = ownKey[threadIdx.x];
+        valueRows[size_t(here) * kLanes + threadIdx.x] = ownValue[threadIdx.x];
+    }
     float query[kVectorValues], found[kVectorValues];
     unpack(reinterpret_cast<const uint4*>(q + size_t(blockIdx.x) * kHeadDim)[part], dtype, query);
 
     const float none = __uint_as_float(kMinusInfinityBits);
     float largest = none;
-    for (int start = 0; start < capacity; start += kStride * kBatch) {  // kBatch loads in flight
-        uint4 raw[kBatch];
-        bool counts[kBatch];
+    for (int start = 0; start < end; start += kStride * kBatch) {
+        if (start > 0) load(keyVectors, keyRows, ownKey, start);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            const int position = start + first + i * kStride, inside = position < capacity ? position : 0;
-            raw[i] = keyRows[size_t(inside) * kLanes];
-            counts[i] = position < capacity && mask[inside];
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            const int position = start + first + i * kStride;
+            const int row = start + first + i * kStride;
             float dot = 0.0f;
-            unpack(raw[i], dtype, found);
+            unpack(keyVectors[i], dtype, found);
 #pragma unroll
             for (int k = 0; k < kVectorValues; ++k) dot += query[k] * found[k];
             dot = laneSum<1, kLanes>(dot) * scale;
-            if (!counts[i]) dot = none;
-            if (position < capacity && part == 0) scores[position] = dot;
+            if (row >= end || !mask[row]) dot = none;
+            if (row < end && part == 0) scores[row] = dot;
             largest = fmaxf(largest, dot);
         }
     }
@@ -166,21 +165,16 @@ decodeAttention(const uint16* __restrict__ q,        // [heads, kHeadDim]
     largest = laneMax(lane < kAttentionWarps ? room[lane] : none);
 
     float total = 0.0f, sums[kVectorValues] = {};
-    for (int start = 0; start < capacity; start += kStride * kBatch) {
-        uint4 raw[kBatch];
-        float weights[kBatch];
+    for (int start = 0; start < end; start += kStride * kBatch) {
+        if (start > 0) load(valueVectors, valueRows, ownValue, start);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            const int position = start + first + i * kStride, inside = position < capacity ? position : 0;
-            raw[i] = valueRows[size_t(inside) * kLanes];
-            weights[i] = position < capacity ? __expf(scores[inside] - largest) : 0.0f;
-        }
+            const int row = start + first + i * kStride;
+            const float weight = row < end ? __expf(scores[row] - largest) : 0.0f;
+            unpack(valueVectors[i], dtype, found);
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            unpack(raw[i], dtype, found);
-#pragma unroll
-            for (int k = 0; k < kVectorValues; ++k) sums[k] += weights[i] * found[k];
-            total += part == 0 ? weights[i] : 0.0f;
+            for (int k = 0; k < kVectorValues; ++k) sums[k] += weight * found[k];
+            total += part == 0 ? weight : 0.0f;
         }
     }
     total = blockSum(total, room);

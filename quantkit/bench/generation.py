@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.bench.fast_step import fast_step
+from quantkit.bench.siblings import Siblings, join_siblings
 from quantkit.bench.timing import FilledScalars
 from quantkit.errors import BenchError
 
@@ -23,6 +24,7 @@ class Session:
     """One prompt being continued; all tensors stay where they are, so that a graph can replay on them.
 
     token: [1, 1] the last token. position: [1] its position, equal to the tokens in the cache. tokens: [1, capacity].
+    siblings: Linears that single tokens multiply together; none on a CPU.
     """
 
     model: Any
@@ -31,6 +33,7 @@ class Session:
     token: Tensor
     position: Tensor
     tokens: Tensor
+    siblings: tuple[Siblings, ...]
 
 
 def _mask(session: Session, first: Tensor, count: int) -> Tensor:
@@ -79,6 +82,7 @@ def start(model: Any, ids: Tensor, capacity: int) -> Session:
         token=torch.zeros(1, 1, dtype=torch.long, device=device),
         position=torch.zeros(1, dtype=torch.long, device=device),
         tokens=torch.zeros(1, capacity, dtype=torch.long, device=device),
+        siblings=join_siblings(model) if device.type == "cuda" else (),
     )
     session.tokens[:, : ids.shape[1]] = ids
     with torch.no_grad():
@@ -95,13 +99,12 @@ def _choose(session: Session, logits: Tensor, count: int) -> None:
 def next_logits(session: Session, *, fast: bool = True) -> Tensor:
     """Logits [1, vocabulary] after the last token, whose keys and values are cached on the way.
 
-    fast: on a GPU with the single-token kernels of ops/decode.py, otherwise with transformers' own code.
+    fast: on a GPU with fast_step's parts, otherwise with transformers' own code.
     """
-    attend = session.model.config.model_type not in _ALIBI_MODELS
     with torch.no_grad():
         if not fast:
             return _forward(session, session.token, session.position)
-        with fast_step(session.model, session.cache, session.position, attend=attend):
+        with fast_step(session.model, session.cache, session.position, session.siblings):
             return _forward(session, session.token, session.position)
 
 

@@ -1,4 +1,4 @@
-"""Single-token kernels for decoding under CUDA graphs: norms, cache append, attention. GPU only, fp16 and bf16."""
+"""Single-token kernels for decoding under CUDA graphs: norms, attention with its cache. GPU only, fp16 and bf16."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from quantkit.cuda.decode_units import (
-    APPEND,
-    APPEND_THREADS,
     ATTENTION_CAPACITY,
     ATTENTION_THREADS,
     HEAD_DIMS,
@@ -44,59 +42,33 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, cent
     return y
 
 
-def can_append(key: Tensor, keys: Tensor) -> bool:
-    """Whether ``append`` takes key [B, H, M, D] and a cache keys [B, H, capacity, D]."""
-    single = key.shape[0] == 1 and key.shape[2] == 1
-    return (
-        key.is_cuda and key.dtype in _TYPES and single and key.shape[3] % _VECTOR_VALUES == 0 and keys.is_contiguous()
-    )
-
-
-def append(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, position: Tensor) -> None:
-    """Write key and value [1, H, 1, D] at ``position`` [1] int64 of the caches keys and values [1, H, capacity, D]."""
-    _, heads, capacity, width = keys.shape
-    vectors = width // _VECTOR_VALUES
-    launch(
-        APPEND,
-        keys.device,
-        grid=(-(-heads * vectors // APPEND_THREADS),),
-        block=(APPEND_THREADS,),
-        args=(key.contiguous(), value.contiguous(), keys, values, position, heads, capacity, vectors),
-        overlap=True,
-    )
-
-
 def can_attend(q: Tensor, keys: Tensor) -> bool:
     """Whether ``attention`` takes q [B, H, M, D] on caches [B, Hkv, capacity, D]."""
     single = q.shape[0] == 1 and q.shape[2] == 1
     small = q.shape[3] in HEAD_DIMS and keys.shape[2] <= ATTENTION_CAPACITY
-    return q.is_cuda and q.dtype in _TYPES and single and small and keys.is_contiguous()
+    return q.is_cuda and q.dtype == keys.dtype and q.dtype in _TYPES and single and small and keys.is_contiguous()
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+def attention(
+    q: Tensor, own: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], mask: Tensor, position: Tensor, scale: float
+) -> Tensor:
     """softmax(scale q keys^T) values of one token, where mask [1, 1, 1, capacity] is true.
 
-    q: [1, H, 1, D]. keys, values: [1, Hkv, capacity, D], Hkv a divisor of H. Returns [1, 1, H, D].
+    q: [1, H, 1, D]. own: the token's key and value [1, Hkv, 1, D], written at ``position`` [1] int64 of ``cache``, the
+    keys and values [1, Hkv, capacity, D]; what lies behind it there does not count. Hkv a divisor of H.
+    Returns [1, 1, H, D].
     """
     _, heads, _, width = q.shape
+    keys, values = cache
     capacity = keys.shape[2]
     y = torch.empty(1, 1, heads, width, dtype=q.dtype, device=q.device)
+    pointers = q.contiguous(), own[0].contiguous(), own[1].contiguous(), keys, values, mask, position, y
     launch(
         attention_unit(width),
         q.device,
         grid=(heads,),
         block=(ATTENTION_THREADS,),
-        args=(
-            q.contiguous(),
-            keys,
-            values,
-            mask,
-            y,
-            heads // keys.shape[1],
-            capacity,
-            scale,
-            DTYPE_CODES[q.dtype],
-        ),
+        args=(*pointers, heads // keys.shape[1], capacity, scale, DTYPE_CODES[q.dtype]),
         shared_mem=capacity * _FLOAT_BYTES,
         overlap=True,
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm, rms_norm
 
-from quantkit.ops.decode import append, attention, can_append, can_attend, can_norm, norm
+from quantkit.ops.decode import attention, can_attend, can_norm, norm
 
 CUDA = torch.device("cuda")
 RTOL = {torch.float16: 1e-3, torch.bfloat16: 8e-3}  # rounding of the result, RMSNorm rounds twice
@@ -46,36 +46,42 @@ def test_norm_limits() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 64), (8, 2, 128), (3, 1, 256)])
-@pytest.mark.parametrize("capacity", [5, 192, 1000])
-def test_attention_matches_fp64(capacity: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("capacity", "here"), [(5, 0), (192, 191), (1000, 700), (1024, 37)])
+def test_attention_matches_fp64(
+    capacity: int, here: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype
+) -> None:
     q = torch.randn(1, heads, 1, width, device=CUDA).to(dtype)
-    keys, values = (torch.randn(1, kv_heads, capacity, width, device=CUDA).to(dtype) for _ in range(2))
+    own = [torch.randn(1, 1, kv_heads, width, device=CUDA).to(dtype).transpose(1, 2) for _ in range(2)]
+    cache = [torch.randn(1, kv_heads, capacity, width, device=CUDA).to(dtype) for _ in range(2)]
+    for tensor in cache:
+        tensor[:, :, here] = float("nan")  # the token's place is not read before it is written
     mask = torch.rand(1, 1, 1, capacity, device=CUDA) < 0.6
-    mask[..., 0] = True
-    assert can_attend(q, keys)
-    wide_keys, wide_values = (t.double().repeat_interleave(heads // kv_heads, 1) for t in (keys, values))
+    mask[..., here], mask[..., here + 1 :] = True, False
+    assert can_attend(q, cache[0])
+    position = torch.tensor([here], device=CUDA)
+    first = attention(q, (own[0], own[1]), (cache[0], cache[1]), mask, position, 0.125)
+    for tensor, token in zip(cache, own, strict=True):
+        assert torch.equal(tensor[:, :, here], token[:, :, 0])
+    wide_keys, wide_values = (t.double().repeat_interleave(heads // kv_heads, 1) for t in cache)
     scores = (q.double() @ wide_keys.transpose(2, 3) * 0.125).masked_fill(~mask, float("-inf"))
     expected = (scores.softmax(-1) @ wide_values).transpose(1, 2)
-    first = attention(q, keys, values, mask, 0.125)
     assert error(first, expected) < RTOL[dtype]
-    assert torch.equal(attention(q, keys, values, mask, 0.125), first)
+    assert torch.equal(attention(q, (own[0], own[1]), (cache[0], cache[1]), mask, position, 0.125), first)
 
 
 @pytest.mark.cuda
-def test_append_writes_one_position_only() -> None:
+def test_attention_writes_one_position_only() -> None:
     keys, values = torch.zeros(2, 1, 4, 192, 128, device=CUDA).half().unbind()
-    key, value = torch.randn(2, 1, 1, 4, 128, device=CUDA).half().unbind()
-    append(key.transpose(1, 2), value.transpose(1, 2), keys, values, torch.tensor([77], device=CUDA))
-    assert torch.equal(keys[:, :, 77], key[:, 0])
-    assert torch.equal(values[:, :, 77], value[:, 0])
+    key, value = torch.randn(2, 1, 4, 1, 128, device=CUDA).half().unbind()
+    q, mask = torch.randn(1, 8, 1, 128, device=CUDA).half(), torch.ones(1, 1, 1, 192, device=CUDA).bool()
+    attention(q, (key, value), (keys, values), mask, torch.tensor([77], device=CUDA), 1.0)
     assert keys.count_nonzero() == key.count_nonzero()
     assert values.count_nonzero() == value.count_nonzero()
 
 
 @pytest.mark.cuda
 def test_unsupported_heads_are_refused() -> None:
-    narrow = torch.zeros(1, 2, 1, 18, device=CUDA).half()
-    assert not can_append(narrow, torch.zeros(1, 2, 64, 18, device=CUDA).half())
     q, keys = torch.zeros(1, 2, 1, 80, device=CUDA).half(), torch.zeros(1, 2, 64, 80, device=CUDA).half()
     assert not can_attend(q, keys)
     assert not can_attend(torch.zeros(1, 2, 2, 64, device=CUDA).half(), torch.zeros(1, 2, 64, 64, device=CUDA).half())
+    assert not can_attend(torch.zeros(1, 2, 1, 64, device=CUDA).half(), torch.zeros(1, 2, 64, 64, device=CUDA))
