@@ -16,7 +16,8 @@
 // else; the first slots are in flight while the planes are made. Two resident blocks of successive launches per
 // multiprocessor (kResident = 2) let the next kernel's slots fill while this one ends. K too long for shared memory is
 // taken in passes of `passTiles` k tiles. Every warp has its own sum of every row; they are added in warp order at the
-// end: fp32, no atomics, repeatable bit for bit.
+// end: fp32, no atomics, repeatable bit for bit. Where whole row tiles would leave some multiprocessors idle, a cluster of
+// blocks shares a range of row tiles; each takes a part of K, and they add their sums through each other's memory.
 //
 //   shared memory: ring [warp][kDepth] {signs [step][plane][lane] uint4, scales [step][segment][g][entry][2]}
 //                  records [token][k tile] of planes (bcq_planes.cuh)
@@ -115,9 +116,12 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
 
     const int lane = pinned(threadIdx.x % kWarpSize), warp = pinned(threadIdx.x / kWarpSize);
     const int allRowTiles = (rows + kTileRows - 1) / kTileRows;
-    const int firstRowTile = uint32(allRowTiles) * blockIdx.x / gridDim.x;
-    const int rowTiles = uint32(allRowTiles) * (blockIdx.x + 1) / gridDim.x - firstRowTile;
-    const int kTiles = (columns + kTileColumns - 1) / kTileColumns, passes = (kTiles + passTiles - 1) / passTiles;
+    const uint32 parts = clusterBlocks(), part = clusterRank(), ranges = gridDim.x / parts, range = blockIdx.x / parts;
+    const int firstRowTile = uint32(allRowTiles) * range / ranges;
+    const int rowTiles = uint32(allRowTiles) * (range + 1) / ranges - firstRowTile;
+    const int kTiles = (columns + kTileColumns - 1) / kTileColumns;
+    const int firstTile = uint32(kTiles) * part / parts, ownTiles = uint32(kTiles) * (part + 1) / parts - firstTile;
+    const int passes = (ownTiles + passTiles - 1) / passTiles;
     const int firstToken = blockIdx.y * kTokens;
     const uint32 groupVectors = entries * S::kEntryBytes / kLaneRows, groupBytes = groupVectors * kVectorBytes;
 
@@ -134,14 +138,14 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
     float* sums = reinterpret_cast<float*>(records + kTokens * tokenBytes);
 
     // The turn fetched next: its pass, row tile, place in the row, first tile counted through the block.
-    Pass ahead = passOf<kWarps, kSteps>(0, passTiles, kTiles);
+    Pass ahead = passOf<kWarps, kSteps>(0, passTiles, ownTiles);
     int aheadPass = 0, aheadRow = ahead.firstRow, aheadTurn = ahead.firstTurn;
-    uint32 aheadTile = aheadRow * kTiles + aheadTurn * kSteps;
+    uint32 aheadTile = aheadRow * kTiles + firstTile + aheadTurn * kSteps;
     auto fetchSlot = [&](uint32 slot) {
         while (aheadRow >= rowTiles && aheadPass + 1 < passes) {
-            ahead = passOf<kWarps, kSteps>(++aheadPass, passTiles, kTiles);
+            ahead = passOf<kWarps, kSteps>(++aheadPass, passTiles, ownTiles);
             aheadRow = ahead.firstRow, aheadTurn = ahead.firstTurn;
-            aheadTile = aheadRow * kTiles + aheadPass * passTiles + aheadTurn * kSteps;
+            aheadTile = aheadRow * kTiles + firstTile + aheadPass * passTiles + aheadTurn * kSteps;
         }
         if (aheadRow < rowTiles) {
             weights.fetch(slot, aheadTile, aheadRow, min(kSteps, ahead.width - aheadTurn * kSteps));
@@ -164,11 +168,12 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
     float ownSums[kTokens][kLaneRows] = {};
     uint32 slot = firstSlot, emptySlot = endSlot - slotBytes;
     for (int pass = 0; pass < passes; ++pass) {
-        const Pass turns = passOf<kWarps, kSteps>(pass, passTiles, kTiles);
+        const Pass turns = passOf<kWarps, kSteps>(pass, passTiles, ownTiles);
         for (int m = 0; m < kTokens; ++m) {
             const bool exists = firstToken + m < tokens;
-            makePlanes<kSegment>(x + size_t(exists ? firstToken + m : 0) * columns, pass * passTiles * kTileColumns,
-                                 exists ? columns : 0, turns.turns * kSteps, dtype, vectors, records + m * tokenBytes);
+            makePlanes<kSegment>(x + size_t(exists ? firstToken + m : 0) * columns,
+                                 (firstTile + pass * passTiles) * kTileColumns, exists ? columns : 0,
+                                 turns.turns * kSteps, dtype, vectors, records + m * tokenBytes);
         }
         __syncthreads();
 
@@ -196,16 +201,26 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
         __syncthreads();
     }
 
-    for (int i = threadIdx.x; i < rowTiles * kTileSums; i += kThreads) {
+    if (parts > 1) clusterBarrier();
+    for (int i = part * kThreads + threadIdx.x; i < rowTiles * kTileSums; i += parts * kThreads) {
         const int rowTile = i / kTileSums, element = i % kTileSums;
         const int n = (firstRowTile + rowTile) * kTileRows + element / kTokens, m = firstToken + element % kTokens;
         float value = 0.0f;
+        const float* own = sums + rowTile * kWarps * kTileSums + element;
+        if (parts == 1) {
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) value += sums[(rowTile * kWarps + w) * kTileSums + element];
+            for (int w = 0; w < kWarps; ++w) value += own[w * kTileSums];
+        } else {
+            for (uint32 rank = 0; rank < parts; ++rank) {
+#pragma unroll
+                for (int w = 0; w < kWarps; ++w) value += loadClusterFloat(sharedAddress(own + w * kTileSums), rank);
+            }
+        }
         if (n < rows && m < tokens) {
             value *= rowFactor<kScaleBits>(factors, firstRowTile + rowTile, element / kTokens);
             if (bias) value += shortToFloat(bias[n], dtype);
             y[size_t(m) * rows + n] = floatToShort(value, dtype);
         }
     }
+    if (parts > 1) clusterBarrier();  // until the others have read this block's sums
 }

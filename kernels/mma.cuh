@@ -128,3 +128,36 @@ __device__ __forceinline__ void allowNextKernel() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// Blocks of this block's cluster and its number in it; 1 and 0 without clusters.
+__device__ __forceinline__ uint32 clusterBlocks() {
+    uint32 count = 1;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
+#endif
+    return count;
+}
+__device__ __forceinline__ uint32 clusterRank() {
+    uint32 rank = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return rank;
+}
+
+// Wait for all threads of the cluster; they see each other's shared memory as it was before.
+__device__ __forceinline__ void clusterBarrier() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// A float of block `rank` of the cluster, at the address that it has in this block.
+__device__ __forceinline__ float loadClusterFloat(uint32 shared, uint32 rank) {
+    float value = 0.0f;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .u32 place;\nmapa.shared::cluster.u32 place, %1, %2;\n"
+                 "ld.shared::cluster.f32 %0, [place];\n}" : "=f"(value) : "r"(shared), "r"(rank) : "memory");
+#endif
+    return value;
+}

@@ -1,4 +1,4 @@
-"""The one driver call that CuPy does not offer: launching a kernel that may start before its predecessor has ended."""
+"""The one driver call that CuPy does not offer: launching with attributes, such as an early start or clusters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 
 from quantkit.errors import KernelError
 
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _ATTRIBUTE_WORDS = 16  # CUlaunchAttributeValue is a union of 64 bytes
 
 Value = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float
@@ -41,7 +41,7 @@ def _library() -> ctypes.CDLL:
         raise KernelError("the NVIDIA driver library libcuda.so.1 cannot be loaded; install the driver") from error
 
 
-def launch_overlapped(
+def launch_with_attributes(
     function: int,
     stream: int,
     *,
@@ -49,18 +49,25 @@ def launch_overlapped(
     block: tuple[int, int, int],
     values: Sequence[Value],
     shared_mem: int,
+    overlap: bool,
+    cluster: int,
 ) -> None:
-    """Queue a kernel under programmatic dependent launch (compute capability 9.0 and later).
+    """Queue a kernel on a GPU of compute capability 9.0 or later.
 
-    It may start once every block of the kernel before it has ended or said so, and must itself wait
-    (griddepcontrol.wait) before it touches anything that other kernels write or read.
+    overlap: programmatic dependent launch: it may start once every block of the kernel before it has ended or said so,
+    and must itself wait (griddepcontrol.wait) before it touches anything that other kernels write or read.
+    cluster: blocks along x that run together and see each other's shared memory.
     function, stream: CUfunction and CUstream handles. values: the arguments, in order.
     Raises KernelError with the driver's error number.
     """
-    attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION)
-    attribute.value[0] = 1
+    wanted: dict[int, tuple[int, ...]] = {_CLUSTER_DIMENSION: (cluster, 1, 1)} if cluster > 1 else {}
+    wanted |= {_PROGRAMMATIC_STREAM_SERIALIZATION: (1,)} if overlap else {}
+    attributes = (_Attribute * len(wanted))()
+    for attribute, (number, words) in zip(attributes, wanted.items(), strict=True):
+        attribute.id = number
+        attribute.value[: len(words)] = words
     config = _Config(
-        (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared_mem, stream, ctypes.pointer(attribute), 1
+        (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared_mem, stream, attributes, len(wanted)
     )
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
     code = _library().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)

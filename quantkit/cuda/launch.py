@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.cuda.driver import Value, launch_overlapped
+from quantkit.cuda.driver import Value, launch_with_attributes
 from quantkit.cuda.units import CompileUnit, cached_cubin, cupy_install_line, target
 from quantkit.errors import KernelError
 
@@ -83,11 +83,13 @@ def launch(
     args: tuple[Argument, ...],
     shared_mem: int = 0,
     overlap: bool = False,
+    cluster: int = 1,
 ) -> None:
     """Queue one kernel on the current stream of ``device``; returns at once.
 
     args: in the kernel's order, see Argument. shared_mem: bytes of dynamic shared memory per block.
-    overlap: programmatic dependent launch where the GPU has it, see launch_overlapped for what that demands.
+    overlap: programmatic dependent launch where the GPU has it, see launch_with_attributes for what that demands.
+    cluster: blocks along x that see each other's shared memory; more than one from compute capability 9.0 on.
     The first launch of an instance on a device compiles and loads it, so it must come before graph capture.
     Raises KernelError, see _load.
     """
@@ -95,10 +97,17 @@ def launch(
         index = torch.cuda.current_device()
         function = _load(unit, index)
         stream = torch.cuda.current_stream().cuda_stream
-        if overlap and torch.cuda.get_device_capability(index) >= _OVERLAP_CAPABILITY:
-            values = tuple(map(_value, args))
-            launch_overlapped(
-                function.ptr, stream, grid=_three(grid), block=_three(block), values=values, shared_mem=shared_mem
+        overlap = overlap and torch.cuda.get_device_capability(index) >= _OVERLAP_CAPABILITY
+        if overlap or cluster > 1:
+            launch_with_attributes(
+                function.ptr,
+                stream,
+                grid=_three(grid),
+                block=_three(block),
+                values=tuple(map(_value, args)),
+                shared_mem=shared_mem,
+                overlap=overlap,
+                cluster=cluster,
             )
         else:
             function(grid, block, tuple(map(_argument, args)), shared_mem, _Stream(stream))

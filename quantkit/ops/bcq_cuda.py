@@ -101,6 +101,7 @@ def binary_gemv(
         ),
         shared_mem=plan.shared_mem,
         overlap=settled,
+        cluster=plan.cluster,
     )
     return y
 
