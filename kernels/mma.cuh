@@ -87,6 +87,19 @@ __device__ __forceinline__ uint4 loadShared16(uint32 shared) {
     return v;
 }
 
+// Byte n of the result: byte (selector >> 4 n) % 8 of `high` above `low`, or with bit 3 set eight times its top bit.
+__device__ __forceinline__ uint32 selectBytes(uint32 low, uint32 high, uint32 selector) {
+    uint32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selector));
+    return bytes;
+}
+
+// Hides where a value came from, so that the compiler keeps it and does not work it out again in every pass of a loop.
+template <class Value>
+__device__ __forceinline__ void keepInRegister(Value& value) {
+    asm("" : "+r"(value));
+}
+
 __device__ __forceinline__ uint32 sharedAddress(const void* pointer) {
     return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }

@@ -17,7 +17,10 @@ TILE_ROWS, TILE_COLUMNS = 16, 256
 _LANES, _VECTOR_BYTES = 32, 16
 _PLANE_BYTES = _LANES * _VECTOR_BYTES  # of one k tile: 16 planes of activations, or one plane of weights
 _ABOUT_BYTES, _FLOAT_BYTES = 8, 4  # per segment: scale and sum of the codes
-_LUT_TILE_BYTES = TILE_COLUMNS // 8 * (256 + 2 * 16) * _FLOAT_BYTES  # 32 tables and their half sums
+LUT_BLOCK_TILES = 2  # k tiles whose tables a block of bcq_lut_gemv keeps
+LUT_WARPS = 8  # of such a block
+LUT_SHARED = LUT_BLOCK_TILES * TILE_COLUMNS // 8 * 256 * _FLOAT_BYTES  # a table of 256 sums for every 8 columns
+_LUT_ROOMY_BITS = 3  # planes up to which the registers carry three blocks, as in the kernel's launch bounds
 _RING_SHARE, _RING_SHARE_TOKENS = 0.69, 0.38  # of a block's shared memory; the rest is for the planes of x
 _LEAST_WARPS = 4
 _TURNS = {1: 4, 2: 2}  # planes: tiles per turn; otherwise one
@@ -201,14 +204,10 @@ def lut_unit(weight_bits: int, fine: bool, scale_bits: int) -> CompileUnit:
 SUM_PARTIALS = CompileUnit("bcq_lut_gemv.cu", "bcqSumPartials")
 
 
-def lut_tiles_per_block(capability: tuple[int, int]) -> int:
-    """k tiles whose tables one block keeps: two where three such blocks fit on a multiprocessor."""
-    return 2 if shared_limit(*capability) >= 3 * _LUT_TILE_BYTES * 2 else 1
-
-
-def lut_shared(tiles: int) -> int:
-    """Bytes of shared memory for the tables of some k tiles."""
-    return tiles * _LUT_TILE_BYTES
+def lut_residency(weight_bits: int, fine: bool, capability: tuple[int, int]) -> int:
+    """Blocks of a bcq_lut_gemv instance that one multiprocessor carries, by its registers and shared memory."""
+    most = 3 if weight_bits <= _LUT_ROOMY_BITS and not fine else 2
+    return next(count for count in range(most, 0, -1) if shared_limit(*capability, count) >= LUT_SHARED)
 
 
 def dequantize_unit(weight_bits: int, scale_bits: int) -> CompileUnit:

@@ -9,13 +9,15 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from quantkit.cuda.bcq_units import (
+    LUT_BLOCK_TILES,
+    LUT_SHARED,
+    LUT_WARPS,
     SUM_PARTIALS,
     BinaryCase,
     BinaryTile,
     Gpu,
     dequantize_unit,
-    lut_shared,
-    lut_tiles_per_block,
+    lut_residency,
     lut_unit,
     plan_binary,
     segment_columns,
@@ -30,7 +32,6 @@ BINARY, LUT, DEQUANTIZE = "bcq_binary_gemv", "bcq_lut_gemv", "bcq_dequantize"
 KERNELS = (BINARY, LUT, DEQUANTIZE)
 
 _WORD, _WARP, _BLOCK_THREADS, _VECTOR_BYTES = 32, 32, 256, 16
-_LUT_BLOCKS_PER_PROCESSOR = 3
 _GEMV_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -44,6 +45,11 @@ def processor_count(device: torch.device) -> int:
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """(major, minor) of a GPU."""
     return torch.cuda.get_device_capability(device)
+
+
+def _vectors(x: Tensor) -> bool:
+    """Whether every row of x can be read 16 bytes at a time."""
+    return x.shape[1] % (_VECTOR_BYTES // 2) == 0 and x.data_ptr() % _VECTOR_BYTES == 0
 
 
 def binary_segment(group_size: int, columns: int) -> int | None:
@@ -75,7 +81,6 @@ def binary_gemv(
         tile=tile,
     )
     y = torch.empty(tokens, weight.rows, dtype=x.dtype, device=x.device)
-    vectors = columns % (_VECTOR_BYTES // 2) == 0 and x.data_ptr() % _VECTOR_BYTES == 0
     per_group = max(1, -(-group_width(weight.group_size, columns) // segment))
     launch(
         plan.unit,
@@ -97,7 +102,7 @@ def binary_gemv(
             weight.entries,
             plan.pass_tiles,
             DTYPE_CODES[x.dtype],
-            int(vectors),
+            int(_vectors(x)),
         ),
         shared_mem=plan.shared_mem,
         overlap=settled,
@@ -114,18 +119,19 @@ def lut_gemv(x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool 
     tokens, columns = x.shape
     row_tiles, k_tiles = tile_counts(weight.rows, columns)
     width = group_width(weight.group_size, columns)
-    block_tiles = min(k_tiles, lut_tiles_per_block(compute_capability(x.device)))
-    ranges = -(-k_tiles // block_tiles)
-    one_wave = _LUT_BLOCKS_PER_PROCESSOR * processor_count(x.device) // ranges
-    blocks = max(1, min(row_tiles, one_wave))
-    partial = torch.empty(ranges, tokens, weight.rows, dtype=torch.float32, device=x.device)
+    fine = weight.groups > 1 and width % _WORD != 0
+    pairs = -(-k_tiles // LUT_BLOCK_TILES)
+    resident = lut_residency(weight.weight_bits, fine, compute_capability(x.device))
+    one_wave = resident * processor_count(x.device) // pairs
+    blocks = max(1, min(-(-row_tiles // LUT_WARPS), one_wave))  # tables of idle warps would be built for nothing
+    partial = torch.empty(pairs, tokens, weight.rows, dtype=torch.float32, device=x.device)
     y = torch.empty(tokens, weight.rows, dtype=x.dtype, device=x.device)
     dtype = DTYPE_CODES[x.dtype]
     launch(
-        lut_unit(weight.weight_bits, fine=weight.groups > 1 and width % _WORD != 0, scale_bits=weight.scale_bits),
+        lut_unit(weight.weight_bits, fine, weight.scale_bits),
         x.device,
-        grid=(blocks, ranges, tokens),
-        block=(_BLOCK_THREADS,),
+        grid=(blocks, pairs, tokens),
+        block=(LUT_WARPS * _WARP,),
         args=(
             weight.tiles,
             weight.scale_tiles,
@@ -137,10 +143,10 @@ def lut_gemv(x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool 
             weight.groups,
             width,
             weight.entries,
-            block_tiles,
             dtype,
+            int(_vectors(x)),
         ),
-        shared_mem=lut_shared(block_tiles),
+        shared_mem=LUT_SHARED,
         overlap=settled,
     )
     launch(
@@ -148,7 +154,7 @@ def lut_gemv(x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool 
         x.device,
         grid=(-(-y.numel() // _BLOCK_THREADS),),
         block=(_BLOCK_THREADS,),
-        args=(partial, bias, y, ranges, tokens, weight.rows, dtype),
+        args=(partial, bias, y, pairs, tokens, weight.rows, dtype),
         overlap=True,
     )
     return y

@@ -1,11 +1,13 @@
 import pytest
 
 from quantkit.cuda.bcq_units import (
+    LUT_SHARED,
     SEGMENTS,
     BinaryCase,
     Gpu,
     bcq_units,
     binary_tile,
+    lut_residency,
     plan_binary,
     segment_columns,
     shared_limit,
@@ -57,3 +59,10 @@ def test_groups_of_no_whole_word_have_no_segment() -> None:
 def test_layouts_keep_two_slots_even_where_memory_is_short() -> None:
     for capability in COMPILED_CAPABILITIES:
         assert all(binary_tile(BinaryCase(8, segment, 16, 2), capability).depth >= 2 for segment in SEGMENTS)
+
+
+@pytest.mark.parametrize(("capability", "most"), [((8, 0), 2), ((8, 6), 1), ((8, 9), 1), ((9, 0), 3)], ids=IDS)
+def test_look_up_blocks_share_a_multiprocessor(capability: tuple[int, int], most: int) -> None:
+    counts = {lut_residency(bits, fine, capability) for bits in range(1, 9) for fine in (False, True)}
+    assert max(counts) == most
+    assert all(shared_limit(*capability, count) >= LUT_SHARED for count in counts)

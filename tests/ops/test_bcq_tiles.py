@@ -59,6 +59,22 @@ def test_scale_tiles_follow_the_drawing(scale_bits: int) -> None:
             assert tiles.factor_tiles[row_tile, local % 8, local // 8] == stored.scale_factors[row, 0]
 
 
+def test_look_ups_of_a_warp_hit_every_bank_once() -> None:
+    """In step s of bcq_lut_gemv lane 4 g + t looks up sub-vector j = s ^ g of its eight; the bank is the sub-vector."""
+    weight = random_weight(1, 16, 256, 128, offset=False)
+    words = weight.tiled().tiles[0, 0, 0].view(32, 2, 2).to(torch.int64)  # [lane, word t or t + 4, row g or g + 8]
+    keys = weight.stored.signs[0].to(torch.int64)  # [row, sub-vector]
+    lanes = torch.arange(32)
+    t, g = lanes % 4, lanes // 4
+    for step in range(8):
+        j = step ^ g
+        sub_vectors = j // 4 * 16 + t * 4 + j % 4
+        assert sorted(sub_vectors.tolist()) == list(range(32))
+        for half in range(2):
+            looked_up = (words[lanes, j // 4, half] >> (j % 4 * 8)) & 0xFF
+            assert torch.equal(looked_up, keys[g + half * 8, sub_vectors])
+
+
 def _planes(x: Tensor) -> tuple[Tensor, float]:
     """[16, segment] planes and the scale of one segment, as kernels/bcq_planes.cuh defines them."""
     exponent = int(torch.frexp(x.abs().max()).exponent) - 1
