@@ -56,8 +56,16 @@ decodeNorm(const uint16* __restrict__ x,       // [rows, columns]
            int columns, float epsilon, int dtype) {
     __shared__ float room[kNormThreads / kWarpSize];
     allowNextKernel();
-    waitForPriorKernels();
     const int vectors = columns / kVectorValues;
+    uint4 scaleVectors[kNormVectors], shiftVectors[kNormVectors];
+#pragma unroll
+    for (int i = 0; i < kNormVectors; ++i) {  // no kernel writes these
+        const int vector = threadIdx.x + i * kNormThreads;
+        const bool inside = vector < vectors;
+        scaleVectors[i] = inside ? reinterpret_cast<const uint4*>(weight)[vector] : make_uint4(0, 0, 0, 0);
+        shiftVectors[i] = inside && bias ? reinterpret_cast<const uint4*>(bias)[vector] : make_uint4(0, 0, 0, 0);
+    }
+    waitForPriorKernels();
     const uint4* source = reinterpret_cast<const uint4*>(x + size_t(blockIdx.x) * columns);
     float values[kNormVectors][kVectorValues];
     float sum = 0.0f;
@@ -83,8 +91,8 @@ decodeNorm(const uint16* __restrict__ x,       // [rows, columns]
         const int vector = threadIdx.x + i * kNormThreads;
         if (vector < vectors) {
             float scales[kVectorValues], shifts[kVectorValues];
-            unpack(reinterpret_cast<const uint4*>(weight)[vector], dtype, scales);
-            unpack(bias ? reinterpret_cast<const uint4*>(bias)[vector] : make_uint4(0, 0, 0, 0), dtype, shifts);
+            unpack(scaleVectors[i], dtype, scales);
+            unpack(shiftVectors[i], dtype, shifts);
 #pragma unroll
             for (int k = 0; k < kVectorValues; ++k) {
                 float normal = (values[i][k] - mean) * inverse;

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +28,24 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass
 class Siblings:
-    """Linears of one input and their common product; ``outputs`` are those of ``seen``, the input last multiplied."""
+    """Linears of one input and their common product.
+
+    places: where their tensors were when it was made. outputs: those of ``seen``, the input last multiplied.
+    """
 
     modules: tuple[nn.Module, ...]
     product: Product
+    places: tuple[int, ...] = ()
     seen: Tensor | None = None
     outputs: tuple[Tensor, ...] = ()
 
     def forwards(self) -> list[tuple[nn.Module, Product]]:
         """Each module with what it may run in the place of its own forward."""
         return [(module, partial(self._output, index)) for index, module in enumerate(self.modules)]
+
+    def in_place(self) -> bool:
+        """Whether no tensor was moved or replaced since."""
+        return self.places == _places(self.modules)
 
     def forget(self) -> None:
         """Let go of the last input."""
@@ -49,15 +58,31 @@ class Siblings:
         return self.outputs[index]
 
 
+_joined: WeakKeyDictionary[nn.Module, tuple[Siblings, ...]] = WeakKeyDictionary()
+
+
 def join_siblings(model: nn.Module) -> tuple[Siblings, ...]:
-    """The sibling Linears of every decoder block: plain ones, and ``bcq`` ones in the kernels' order of equal specs."""
+    """The sibling Linears of every decoder block: plain ones, and ``bcq`` ones in the kernels' order of equal specs.
+
+    Found again without any work as long as the model's tensors stay where they are.
+    """
+    if model not in _joined or not all(group.in_place() for group in _joined[model]):
+        _joined[model] = _join_all(model)
+    return _joined[model]
+
+
+def _places(modules: Sequence[nn.Module]) -> tuple[int, ...]:
+    return tuple(parameter.data_ptr() for module in modules for parameter in module.parameters())
+
+
+def _join_all(model: nn.Module) -> tuple[Siblings, ...]:
     joined: list[Siblings] = []
     for _, block in decoder_blocks(model):
         for feed in family_of(model).feeds:
             modules = [block.get_submodule(name) for name in feed.targets] if len(feed.targets) > 1 else []
             product = _join(modules) if modules else None
             if product is not None:
-                joined.append(Siblings(tuple(modules), product))
+                joined.append(Siblings(tuple(modules), product, _places(modules)))
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # the kernels read weights before their predecessors on the stream have ended
     return tuple(joined)

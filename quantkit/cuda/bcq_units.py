@@ -37,7 +37,7 @@ _WARPS = {
 _RESIDENT_WARPS = 8  # where two blocks share a multiprocessor
 _OVERLAP_CAPABILITY = (9, 0)  # from here on a launch may start before its predecessor ends, and blocks form clusters
 _SPLIT = 2  # blocks of a cluster that share row tiles; multiprocessors come in pairs
-_SPLIT_GAIN = 32 << 10  # bytes less per block that pay for adding up through the cluster: about a microsecond
+_SPLIT_TILES = 96  # k tiles times tokens whose planes take longer by half than adding up through the cluster
 
 _SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10}
 _SHARED_BYTES_ELSEWHERE = 99 << 10
@@ -169,7 +169,8 @@ def plan_binary(
         own_bytes = ceil(row_tiles / gpu.processors) * k_tiles * case.tile_bytes(entries)
         light = own_bytes <= shared_limit(*gpu.capability, 2)
         tile = binary_tile(case, gpu.capability, residencies(case, gpu.capability)[-1 if light else 0])
-    cluster = _cluster(tile_counts, case.tile_bytes(entries), gpu) if tile.resident == 1 else 1
+    long = k_tiles * case.tokens >= _SPLIT_TILES and tile.resident == 1 and gpu.capability >= _OVERLAP_CAPABILITY
+    cluster = _SPLIT if long else 1
     k_tiles = ceil(k_tiles / cluster)
     limit = shared_limit(*gpu.capability, tile.resident)
     ring = tile.warps * tile.steps * tile.depth * case.tile_bytes(entries)
@@ -184,16 +185,6 @@ def plan_binary(
     pass_tiles = ceil(ceil(k_tiles / ceil(k_tiles / fitting)) / tile.steps) * tile.steps
     shared_mem = ring + sums + case.tokens * record * pass_tiles
     return BinaryPlan(binary_unit(case, tile), ranges * cluster, cluster, pass_tiles, shared_mem, tile.warps)
-
-
-def _cluster(tile_counts: tuple[int, int], tile_bytes: int, gpu: Gpu) -> int:
-    """Blocks that share row tiles: two where the busiest block then reads enough less."""
-    if gpu.capability < _OVERLAP_CAPABILITY:
-        return 1
-    row_tiles, k_tiles = tile_counts
-    alone = ceil(row_tiles / gpu.processors) * k_tiles
-    shared = ceil(row_tiles / (gpu.processors // _SPLIT)) * ceil(k_tiles / _SPLIT)
-    return _SPLIT if (alone - shared) * tile_bytes >= _SPLIT_GAIN else 1
 
 
 def lut_unit(weight_bits: int, fine: bool, scale_bits: int) -> CompileUnit:

@@ -1,4 +1,4 @@
-"""Device time of one call with a cold L2 cache, for choosing between kernels; bench/ holds the full rules."""
+"""Device time that a call adds behind another kernel, L2 cold, for choosing between kernels; bench/ has full rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WARM_UP, _REPEATS = 2, 7
+_WARM_UP, _REPEATS = 2, 15
 _FLUSH_FACTOR = 2
 _LEAD = 32  # flushes queued first: about a millisecond in which the host gets ahead, so that no launch is waited for
 
@@ -27,19 +27,27 @@ def flush_l2(device: torch.device) -> None:
 
 
 def cold_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Median device time of ``call`` over a few runs, L2 flushed before each."""
+    """Median device time that ``call`` adds to a flush of L2 before it.
+
+    So its launch is hidden behind that kernel as it is behind others in a model, which matters at microseconds.
+    """
     with torch.cuda.device(device):
+        torch.cuda.synchronize()
         for _ in range(_WARM_UP):
             call()
         for _ in range(_LEAD):
             flush_l2(device)
-        spans = []
-        for _ in range(_REPEATS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush_l2(device)
-            start.record()
-            call()
-            end.record()
-            spans.append((start, end))
+        pairs = [(_span(None, device), _span(call, device)) for _ in range(_REPEATS)]
         torch.cuda.synchronize()
-    return median(start.elapsed_time(end) for start, end in spans) / 1e3
+        bare, full = (median(start.elapsed_time(end) for start, end in spans) for spans in zip(*pairs, strict=True))
+    return max(full - bare, 0.0) / 1e3
+
+
+def _span(call: Callable[[], Any] | None, device: torch.device) -> tuple[Any, Any]:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    flush_l2(device)
+    if call is not None:
+        call()
+    end.record()
+    return start, end

@@ -103,4 +103,4 @@ def ensure_measured(weight: BcqTiles) -> None:
 
 
 def _call(kernel: str, x: Tensor, weight: BcqTiles) -> Callable[[], Tensor]:
-    return lambda: product(kernel, x, weight, None)
+    return lambda: product(kernel, x, weight, None, settled=True)

@@ -70,6 +70,18 @@ def test_a_saved_model_is_the_same_after_joining(tiny_model: Callable[[str], Pat
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+def test_tensors_that_moved_are_joined_again() -> None:
+    model = llama()
+    first = join_siblings(model)
+    assert join_siblings(model) is first
+    model.double()
+    again = join_siblings(model)
+    assert again is not first
+    x = torch.randn(1, 1, 64).double()
+    (module, forward), *_ = again[0].forwards()
+    torch.testing.assert_close(forward(x), module(x))
+
+
 def test_a_new_input_is_multiplied_again() -> None:
     group = join_siblings(llama())[0]
     (_, query), (key_module, key), *_ = group.forwards()
