@@ -16,7 +16,7 @@
 // kLayout kRows: codes [M, columns] of one byte. kByteTiles, kNibbleTiles: the operand order of bipolar.cuh, a line of
 // 128 or 256 columns; columns behind the last are 0 up to the end of a line, rows behind the last are left alone.
 // A nibble line holds column 2 b in the low half of byte b.
-#include "bipolar.cuh"
+#include "flatten_codes.cuh"
 #include "mma.cuh"
 
 constexpr int kRun = 8;
@@ -39,18 +39,6 @@ struct Multiplier {
     float all;
     __device__ __forceinline__ float of(int channel) const { return table == nullptr ? all : table[channel]; }
 };
-
-// The code of clamp(size, 0, top) with the sign of ``signed_``, in the low byte. fmaxf makes 0 of NaN; the addition
-// rounds half to even and leaves two's complement in the low bits.
-__device__ __forceinline__ uint32 sliceBits(float size, float signed_, float top) {
-    const float slice = copysignf(fminf(fmaxf(size, 0.f), top), signed_);
-    return __float_as_uint(__fadd_rn(slice, 12582912.f));
-}
-
-// The low bytes of four words as one.
-__device__ __forceinline__ uint32 packBytes(uint32 a, uint32 b, uint32 c, uint32 d) {
-    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-}
 
 // Eight codes as bytes, or as nibbles in the first word.
 template <int kLayout>
@@ -198,10 +186,7 @@ __global__ void __launch_bounds__(512, 2)
                 float value[kRun];
                 loadRun<kDtype>(source + size_t(r) * pitch, column, value);
 #pragma unroll
-                for (int i = 0; i < kRun; i++) {
-                    const float scaled = __fmul_rn(value[i], factor[i]);
-                    code[i] = sliceBits(fabsf(scaled), scaled, limit);
-                }
+                for (int i = 0; i < kRun; i++) code[i] = firstSlice(__fmul_rn(value[i], factor[i]), limit);
                 destination.store(firstInBlock + r, packRun<kLayout>(code));
             }
             continue;
@@ -219,8 +204,7 @@ __global__ void __launch_bounds__(512, 2)
 #pragma unroll
             for (int i = 0; i < kRun; i++) {
                 const float value = loadElement(source + size_t(r) * pitch, run.channel[i], kDtype);
-                const float q = rintf(__fmul_rn(value, run.factor[i]));
-                code[i] = sliceBits(__fsub_rn(fabsf(q), run.full[i]), q, limit);
+                code[i] = laterSlice(__fmul_rn(value, run.factor[i]), run.full[i], limit);
             }
             destination.store(firstInBlock + r, packRun<kLayout>(code));
         }

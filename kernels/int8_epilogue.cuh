@@ -24,9 +24,26 @@ __device__ __forceinline__ float biasOf(const void* bias, int dtype, int channel
     return bias == nullptr || channel >= N ? 0.f : loadElement(bias, channel, dtype);
 }
 
-// Write 16 rows of x against 32 tile rows of W. dots[4 c + 2 half + e]: row token + 8 half, tile row 8 c + 2 t + e.
-// token: this lane's first row; channel: the first of its eight; bias: theirs. kWhole: all of it lies inside y, N % 8
-// == 0.
+// y of one row of x and eight channels, in fp32. dots[4 c + 2 half + e]: row token + 8 half, tile row 8 c + 2 t + e.
+__device__ __forceinline__ void scaleRow(const int* dots, int half, float scale, const float (&bias)[kRunChannels],
+                                         float (&value)[kRunChannels]) {
+#pragma unroll
+    for (int i = 0; i < kRunChannels; i++) {
+        value[i] = __fadd_rn(__fmul_rn(__int2float_rn(dots[i / 2 * 4 + 2 * half + i % 2]), scale), bias[i]);
+    }
+}
+
+// Eight neighbours as two-byte elements.
+template <int kDtype>
+__device__ __forceinline__ void packRow(const float (&value)[kRunChannels], uint32* word) {
+#pragma unroll
+    for (int i = 0; i < kRunChannels / 2; i++) {
+        word[i] = floatToShort(value[2 * i], kDtype) | uint32(floatToShort(value[2 * i + 1], kDtype)) << 16;
+    }
+}
+
+// Write 16 rows of x against 32 tile rows of W; dots as in scaleRow. token: this lane's first row; channel: the first
+// of its eight; bias: theirs. kWhole: all of it lies inside y, N % 8 == 0.
 template <bool kWhole, int kDtype>
 __device__ __forceinline__ void writeRun(const int* dots, const Output& out, const float (&bias)[kRunChannels],
                                          int token, int channel) {
@@ -35,16 +52,10 @@ __device__ __forceinline__ void writeRun(const int* dots, const Output& out, con
         const int row = token + 8 * half;
         const size_t index = size_t(row) * out.N + channel;
         float value[kRunChannels];
-#pragma unroll
-        for (int i = 0; i < kRunChannels; i++) {
-            value[i] = __fadd_rn(__fmul_rn(__int2float_rn(dots[i / 2 * 4 + 2 * half + i % 2]), out.scale), bias[i]);
-        }
+        scaleRow(dots, half, out.scale, bias, value);
         if constexpr (kWhole && kDtype != kFloat32) {
             uint32 word[kRunChannels / 2];
-#pragma unroll
-            for (int i = 0; i < kRunChannels / 2; i++) {
-                word[i] = floatToShort(value[2 * i], kDtype) | uint32(floatToShort(value[2 * i + 1], kDtype)) << 16;
-            }
+            packRow<kDtype>(value, word);
             *reinterpret_cast<uint4*>(reinterpret_cast<uint16*>(out.y) + index) =
                 make_uint4(word[0], word[1], word[2], word[3]);
         } else {

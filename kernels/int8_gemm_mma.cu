@@ -1,5 +1,6 @@
 // int8GemmMma: y[M, N] = actScale * weightScale * (x W^T) + bias for INT8 or INT4 codes with warp-level products, on
-// GPUs from sm_80 on (kBits 4: native on sm_80, sm_86 and sm_89).
+// GPUs from sm_80 on (kBits 4: native on sm_80, sm_86 and sm_89). kRequantize: instead of y, the codes of activation(y)
+// for the next Linear (int8_requantize.cuh).
 //
 // A block makes 128 rows of x against 128 rows of W; of its 8 warps, warp w has rows 64 (w / 4) .. of x and
 // 32 (w % 4) .. of W. A stage is one line (128 bytes: 128 or 256 columns) of every row of both operands, copied as it
@@ -7,7 +8,7 @@
 // kStages stages, 32 KiB each, are in flight: three fit the 99 KiB of a block on sm_86 and sm_89.
 //
 // Integer sums in a fixed order: results repeat bit for bit.
-#include "int8_epilogue.cuh"
+#include "int8_requantize.cuh"
 #include "mma.cuh"
 
 constexpr int kWarps = 8;
@@ -78,11 +79,37 @@ __device__ __forceinline__ void multiplyStage(int (&sums)[kRowTiles][kChannelTil
     }
 }
 
-template <int kBits, int kStages, int kDtype>
+// A warp's 64 rows x 32 channels as codes of the next Linear. Groups of 16 rows take turns on one copy of the code
+// behind the sums, which registers hold and no index reaches.
+template <int kDtype>
+__device__ __forceinline__ void requantizeWarp(const int (&sums)[kRowTiles][kChannelTiles][4], const Output& out,
+                                               const Following& next, const float (&bias)[kRunChannels],
+                                               float* scratch, int token, int channel, int lane) {
+    if (channel >= out.N) return;
+    float factor[kRunChannels];
+#pragma unroll
+    for (int i = 0; i < kRunChannels; i++) factor[i] = factorOf(next, channel + lane % 4 * kRunChannels + i, out.N);
+    const int* starts = next.slotStarts + channel / kRunRows;
+    const LaneSlots slots = laneSlots(next, starts[0], starts[1], lane);
+#pragma unroll 1
+    for (int tile = 0; tile < kRowTiles && token + tile * kGroupRows < out.M; tile++) {
+        uint32 word[kRunChannels];
+#pragma unroll
+        for (int t = 0; t < kRowTiles; t++) {
+            if (t == tile) roundRun<kDtype>(&sums[t][0][0], out.scale, bias, word);
+        }
+        requantizeRun<kDtype>(word, next, slots, factor, scratch, token + tile * kGroupRows, channel, out.M, out.N,
+                              lane);
+    }
+}
+
+template <int kBits, int kStages, int kDtype, bool kRequantize>
 __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
     int8GemmMma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,        // bipolar.cuh
                 const float* __restrict__ actScale, const float* __restrict__ weightScale,  // [1] each
-                const void* __restrict__ bias, uint8* __restrict__ y,                      // [N] or null; [M, N]
+                const void* __restrict__ bias, uint8* __restrict__ y,  // [N] or null; [M, N], or codes
+                const float* __restrict__ multiplier, const int* __restrict__ slots,        // of the next Linear
+                const int* __restrict__ slotStarts, int perChannel, int slotCount, int top, int activation,
                 int biasDtype, int M, int N, int kTiles) {
     constexpr uint32 kStageBytes = 2 * kOperandBytes;
     extern __shared__ __align__(1024) uint8 dynamicShared[];
@@ -119,13 +146,21 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
     float runBias[kRunChannels];
 #pragma unroll
     for (int i = 0; i < kRunChannels; i++) runBias[i] = biasOf(bias, biasDtype, first + i, N);
+    if constexpr (kRequantize) {
+        static_assert(kWarps * kScratchFloats * 4 <= int(kStageBytes), "scratch takes the place of a stage");
+        __syncthreads();  // all products have read their operands
+        const Following next{y, multiplier, slots, slotStarts, perChannel, slotCount, top, activation};
+        float* scratch = reinterpret_cast<float*>(dynamicShared) + warp * kScratchFloats;
+        requantizeWarp<kDtype>(sums, out, next, runBias, scratch, token, channel, lane);
+    } else {
 #pragma unroll
-    for (int tile = 0; tile < kRowTiles; tile++) {
-        const int row = token + tile * 16 + lane / 4;
-        if (whole) {
-            writeRun<true, kDtype>(&sums[tile][0][0], out, runBias, row, first);
-        } else {
-            writeRun<false, kDtype>(&sums[tile][0][0], out, runBias, row, first);
+        for (int tile = 0; tile < kRowTiles; tile++) {
+            const int row = token + tile * kGroupRows + lane / 4;
+            if (whole) {
+                writeRun<true, kDtype>(&sums[tile][0][0], out, runBias, row, first);
+            } else {
+                writeRun<false, kDtype>(&sums[tile][0][0], out, runBias, row, first);
+            }
         }
     }
 }

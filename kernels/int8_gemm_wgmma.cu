@@ -1,5 +1,5 @@
 // int8GemmWgmma: y[M, N] = actScale * weightScale * (x W^T) + bias for INT8 codes, on Hopper's warpgroup products
-// (sm_90a).
+// (sm_90a). kRequantize: instead of y, the codes of activation(y) for the next Linear (int8_requantize.cuh).
 //
 // Operands stand in tiles of 64 rows x 128 columns in the order of the products' shared memory (bipolar.cuh), so a tile
 // is one bulk copy and no tensor map is needed. Sums are exact int32 (FlattenQuant 4.1: per-tensor scales come last).
@@ -10,7 +10,7 @@
 //
 // Tiles that reach behind the last block of an operand copy that block again; what comes of it is not written.
 // Any M, N and K; integer sums in a fixed order repeat bit for bit.
-#include "int8_epilogue.cuh"
+#include "int8_requantize.cuh"
 #include "wgmma.cuh"
 
 constexpr int kGroupTiles = 16;  // tiles of x per group of the tile order
@@ -61,6 +61,14 @@ __device__ __forceinline__ void multiplyStage(int* sums, uint32 addressX, uint32
     productCommit();
 }
 
+// Eight neighbours in shared memory, aligned to 16 bytes.
+__device__ __forceinline__ void loadRun(const float* from, float (&to)[kRunChannels]) {
+    const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
+    const float all[kRunChannels] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int i = 0; i < kRunChannels; i++) to[i] = all[i];
+}
+
 // One consumer's 64 rows; biases: of the tile's channels, in shared memory.
 template <bool kWhole, int kColumns, int kDtype>
 __device__ __forceinline__ void writeTile(const int* sums, const Output& out, const float* biases, int token,
@@ -69,18 +77,49 @@ __device__ __forceinline__ void writeTile(const int* sums, const Output& out, co
 #pragma unroll
     for (int start = 0; start < kColumns; start += kRunRows) {
         const int first = start + lane % 4 * kRunChannels;
-        const float4 low = *reinterpret_cast<const float4*>(biases + first);
-        const float4 high = *reinterpret_cast<const float4*>(biases + first + 4);
-        const float bias[kRunChannels] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+        float bias[kRunChannels];
+        loadRun(biases + first, bias);
         writeRun<kWhole, kDtype>(sums + start / kRunRows * kRunDots, out, bias, row, channel + first);
     }
 }
 
-template <int kColumns, int kConsumers, int kStages, int kDtype>
+// One consumer's 64 rows as codes of the next Linear; biases, factors: of the tile's channels. Runs of 32 channels take
+// turns on one copy of the code behind the sums, which registers hold and no index reaches.
+template <int kColumns, int kDtype>
+__device__ __forceinline__ void requantizeTile(const int* sums, const Output& out, const Following& next,
+                                               const float* biases, const float* factors, float* scratch, int token,
+                                               int channel, int thread) {
+    const int lane = thread % kWarpSize, firstToken = token + thread / kWarpSize * kGroupRows;
+    if (firstToken >= out.M) return;
+    const int runs = min(kColumns, out.N - channel + kRunRows - 1) / kRunRows;
+    const int* starts = next.slotStarts + channel / kRunRows;
+    int slotFirst = starts[0], slotEnd = starts[1];
+#pragma unroll 1
+    for (int run = 0; run < runs; run++) {
+        const LaneSlots slots = laneSlots(next, slotFirst, slotEnd, lane);
+        slotFirst = slotEnd;
+        slotEnd = starts[min(run + 2, runs)];
+        const int first = run * kRunRows + lane % 4 * kRunChannels;
+        float bias[kRunChannels], factor[kRunChannels];
+        loadRun(biases + first, bias);
+        loadRun(factors + first, factor);
+        uint32 word[kRunChannels];
+#pragma unroll
+        for (int r = 0; r < kColumns / kRunRows; r++) {
+            if (r == run) roundRun<kDtype>(sums + r * kRunDots, out.scale, bias, word);
+        }
+        requantizeRun<kDtype>(word, next, slots, factor, scratch, firstToken, channel + run * kRunRows, out.M, out.N,
+                              lane);
+    }
+}
+
+template <int kColumns, int kConsumers, int kStages, int kDtype, bool kRequantize>
 __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     int8GemmWgmma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,  // bipolar.cuh
                   const float* __restrict__ actScale, const float* __restrict__ weightScale,  // [1] each
-                  const void* __restrict__ bias, uint8* __restrict__ y,                // [N] or null; [M, N] of kDtype
+                  const void* __restrict__ bias, uint8* __restrict__ y,  // [N] or null; [M, N] of kDtype, or codes
+                  const float* __restrict__ multiplier, const int* __restrict__ slots,  // of the next Linear
+                  const int* __restrict__ slotStarts, int perChannel, int slotCount, int top, int activation,
                   int biasDtype, int M, int N, int kTiles, int tilesX, int tilesW) {   // tiles of K, along x, along W
     // Two consumers start with 65536 / 384 registers a thread; the producer hands most of its own over.
     constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -91,6 +130,8 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     extern __shared__ uint8 dynamicShared[];
     __shared__ uint64 full[kStages], empty[kStages];
     __shared__ __align__(16) float biases[kConsumers][kColumns];
+    __shared__ __align__(16) float factors[kConsumers][kRequantize ? kColumns : 1];
+    __shared__ __align__(16) float scratch[kConsumers][kWarpgroup / kWarpSize][kRequantize ? kScratchFloats : 1];
     const uint32 base = (sharedAddress(dynamicShared) + kSharedAlignment - 1) & ~uint32(kSharedAlignment - 1);
     const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
     const int tiles = tilesX * tilesW;
@@ -134,6 +175,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             if (thread == 0) barrierArrive(&empty[stage == 0 ? kStages - 1 : stage - 1]);
         };
         const Output out{y, __fmul_rn(*actScale, *weightScale), M, N};
+        const Following next{y, multiplier, slots, slotStarts, perChannel, slotCount, top, activation};
         for (int index = blockIdx.x; index < tiles; index += blockCount()) {
             int sums[kColumns / 2];
             const auto multiply = [&](auto first) {
@@ -147,6 +189,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             tileAt(index, tilesX, tilesW, tileX, tileW);
             for (int c = thread; c < kColumns; c += kWarpgroup) {  // while the first products run
                 biases[consumer][c] = biasOf(bias, biasDtype, tileW * kColumns + c, N);
+                if constexpr (kRequantize) factors[consumer][c] = factorOf(next, tileW * kColumns + c, N);
             }
             advance();
             for (int k = 1; k < kTiles; k++, advance()) {
@@ -158,7 +201,10 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             releaseBefore();
             const int token = (tileX * kConsumers + consumer) * kWgmmaRows, channel = tileW * kColumns;
             namedSync(barrier, kWarpgroup);  // the biases are there
-            if (isWhole(out, token, kWgmmaRows, channel, kColumns)) {
+            if constexpr (kRequantize) {
+                requantizeTile<kColumns, kDtype>(sums, out, next, biases[consumer], factors[consumer],
+                                                 scratch[consumer][thread / kWarpSize], token, channel, thread);
+            } else if (isWhole(out, token, kWgmmaRows, channel, kColumns)) {
                 writeTile<true, kColumns, kDtype>(sums, out, biases[consumer], token, channel, thread);
             } else {
                 writeTile<false, kColumns, kDtype>(sums, out, biases[consumer], token, channel, thread);

@@ -8,8 +8,11 @@ from torch import Tensor
 from quantkit.errors import BenchError
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.flatten import FlattenSpec, max_code, pack_nibbles, padded_columns, unpack_codes
+from quantkit.nn.flatten_linear import quantized
+from quantkit.nn.fused_ffn import FusedPair
 from quantkit.nn.quantized_linear import QuantizedLinear
-from quantkit.ops.flatten import flatten_quantize_reference
+from quantkit.ops.activations import ACTIVATIONS
+from quantkit.ops.flatten import flatten_quantize_reference, untile_codes
 
 FLATTEN_SHARES = {  # FlattenQuant Table 4: INT4 layers of O2 and O3, extended channels per channel
     "opt-6.7b": (0.4725, 0.2441),
@@ -25,6 +28,7 @@ _LARGEST_INPUT = 4.0  # activations are roughly normal with deviation 1
 _WEIGHT_DEVIATION = 0.02
 _UNIFORM_DEVIATION = 12**-0.5
 _CHECKED_ROWS = 8
+_MOST_DIFFERING = 1e-4  # of the codes, by one, behind functions whose last bit may differ from torch's
 
 
 def flatten_spec(model: str, method: str, index: int, columns: int) -> FlattenSpec:
@@ -94,3 +98,19 @@ def check_flatten_linear(what: str, module: QuantizedLinear, x: Tensor) -> None:
         expected = expected + module.bias.float()
     if not torch.equal(module(x)[chosen], expected.to(x.dtype)):
         raise BenchError(f"{what}: differs from exact integer arithmetic; not timed")
+
+
+def check_fused_pair(what: str, pair: FusedPair, x: Tensor) -> None:
+    """Compare the codes that a pair's first product writes for x [M, K] with those of the layers one by one.
+
+    Raises BenchError where one differs; behind other functions than ReLU, where one differs by more than 1 or more than
+    one in ten thousand do.
+    """
+    target, fused = pair.target, pair.codes(x)
+    plain = quantized(target.spec, target.held, target.shape, pair.between(pair.source.multiply(x)))
+    columns = target.spec.extended_channels
+    one, other = (untile_codes(codes.tiles, x.shape[0], columns) for codes in (fused, plain))
+    apart = (one.int() - other.int()).abs()
+    most, share = int(apart.max()), float((apart > 0).float().mean())
+    if most > (0 if ACTIVATIONS[pair.activation].exact else 1) or share > _MOST_DIFFERING:
+        raise BenchError(f"{what}: {share:.2%} of the fused codes differ, by up to {most}; not timed")

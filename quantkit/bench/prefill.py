@@ -19,14 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.bench.decode import shaped_model
-from quantkit.bench.flatten_layers import METHODS, check_flatten_linear, flatten_spec, random_flatten_linear
+from quantkit.bench.flatten_layers import (
+    METHODS,
+    check_flatten_linear,
+    check_fused_pair,
+    flatten_spec,
+    random_flatten_linear,
+)
 from quantkit.bench.kernels import TOLERANCE, compute_dtype, relative_error
 from quantkit.bench.shapes import ModelShape, model_shape
 from quantkit.bench.timing import check_result
 from quantkit.errors import BenchError
 from quantkit.formats.flatten import FlattenSpec
 from quantkit.models.families import decoder_blocks
+from quantkit.nn.fused_ffn import fuse_chains, fused_pairs
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.ops.flatten_kernels import REQUANTIZED_DTYPES
 
 FP16 = "fp16"
 COMPUTE_PEAKS = {  # dense operations/s of fp16 and of INT8, datasheets
@@ -149,6 +157,7 @@ def prefill_model(name: str, shape: ModelShape, method: str, device: torch.devic
                 module.layer_idx = layer  # type: ignore[assignment]
         blocks.append(block)
     model.config.num_hidden_layers = shape.layers
+    fuse_chains(model)
     return model
 
 
@@ -158,6 +167,7 @@ def _run_model(bench: PrefillBench, method: str, model: Any) -> Iterator[Prefill
     int4 = [m for m in linears if isinstance(m.spec, FlattenSpec) and m.spec.weight_bits == 4]
     share = len(int4) / len(linears) if linears else 0.0
     check_linears(model, method)
+    check_pairs(model, method)
     for batch, length in sorted((b, s) for b in bench.batches for s in bench.lengths):
         _release(bench.device)
         try:
@@ -189,6 +199,25 @@ def check_linears(model: Any, what: str) -> None:
             continue
         y = module(x)[:few] if module.bias is None else module(x)[:few] - module.bias
         check_result(f"{what}, {name}", relative_error(module, x[:few], y), TOLERANCE[x.dtype])
+
+
+@torch.no_grad()
+def check_pairs(model: Any, what: str) -> None:
+    """Compare every kind of fused pair once with its layers one by one.
+
+    Raises BenchError naming the module that calls it.
+    """
+    seen = set()
+    for name, pair in fused_pairs(model).items():
+        kind = pair.source.spec, pair.target.spec, pair.source.shape
+        source = pair.source
+        if kind in seen or not pair.is_ready() or source.compute_dtype not in REQUANTIZED_DTYPES:
+            continue
+        seen.add(kind)
+        where = source.weight.device
+        tokens = _CHECKED_TOKENS[where.type == "cuda"]
+        x = torch.randn(tokens, source.in_features, dtype=source.compute_dtype, device=where)
+        check_fused_pair(f"{what}, {name}", pair, x)
 
 
 def multiply_adds(model: Any, batch: int, length: int) -> int:

@@ -14,10 +14,11 @@ ROWS, BYTE_TILES, NIBBLE_TILES = 0, 1, 2
 
 MMA_TILE_ROWS = 128
 DTYPES = 3
+_REQUANTIZED_DTYPES = 2  # fp16 and bf16: what y can be where it goes on as codes
 _BLOCK_BYTES = BLOCK_ROWS * LINE_BYTES
 _SHARED_BYTES = 232_448  # per block on compute capability 9.0
 _SHARED_ALIGNMENT = 1024
-_STATIC_BYTES = 2304  # barriers and biases
+_STATIC_BYTES = 22784  # barriers, biases, and what codes for the next layer take (int8_requantize.cuh)
 _MAX_STAGES = 8
 _STEPS = 4  # products per line of 128 bytes
 _L2_BYTES_PER_CLOCK = 40  # per SM where all copy, and what one SM can take
@@ -87,15 +88,15 @@ def quantize_unit(layout: int, dtype: int, staged: bool) -> CompileUnit:
     return CompileUnit("flatten_quantize.cu", "flattenQuantize", (layout, dtype, staged))
 
 
-def wgmma_unit(tile: GemmTile, dtype: int) -> CompileUnit:
-    """int8_gemm_wgmma for a tile and an output element type."""
-    arguments = (tile.columns, tile.consumers, tile.stages, dtype)
+def wgmma_unit(tile: GemmTile, dtype: int, requantize: bool = False) -> CompileUnit:
+    """int8_gemm_wgmma for a tile and an element type of y, which goes on as codes if ``requantize``."""
+    arguments = (tile.columns, tile.consumers, tile.stages, dtype, requantize)
     return CompileUnit("int8_gemm_wgmma.cu", "int8GemmWgmma", arguments, hopper=True)
 
 
-def mma_unit(bits: int, dtype: int) -> CompileUnit:
-    """int8_gemm_mma for operands of 8 or 4 bits and an output element type."""
-    return CompileUnit("int8_gemm_mma.cu", "int8GemmMma", (bits, _MMA_STAGES, dtype))
+def mma_unit(bits: int, dtype: int, requantize: bool = False) -> CompileUnit:
+    """int8_gemm_mma for operands of 8 or 4 bits and an element type of y, which goes on as codes if ``requantize``."""
+    return CompileUnit("int8_gemm_mma.cu", "int8GemmMma", (bits, _MMA_STAGES, dtype, requantize))
 
 
 def mma_shared_bytes() -> int:
@@ -115,6 +116,7 @@ def flatten_units(major: int, minor: int) -> Iterator[CompileUnit]:
             yield from (quantize_unit(layout, dtype, staged) for layout in (ROWS, BYTE_TILES))
             if native_int4:
                 yield quantize_unit(NIBBLE_TILES, dtype, staged)
-        if support(INT8_WGMMA, major, minor) is Support.NATIVE:
-            yield from (wgmma_unit(tile, dtype) for tile in GEMM_TILES)
-        yield from (mma_unit(bits, dtype) for bits in ((8, 4) if native_int4 else (8,)))
+        for requantize in (False, True)[: 1 + (dtype < _REQUANTIZED_DTYPES)]:
+            if support(INT8_WGMMA, major, minor) is Support.NATIVE:
+                yield from (wgmma_unit(tile, dtype, requantize) for tile in GEMM_TILES)
+            yield from (mma_unit(bits, dtype, requantize) for bits in ((8, 4) if native_int4 else (8,)))

@@ -22,6 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, config_from_json
 from quantkit.checkpoint.read import check_tensors, read_checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.nn.fused_ffn import fuse_chains
 from quantkit.nn.quantized_linear import QuantizedLinear
 
 
@@ -69,6 +70,7 @@ class QuantkitQuantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
                 module.settle()
+        fuse_chains(model)
         attention = config_from_json(self.quantization_config.to_dict()).attention
         if attention:
             # Needs all of transformers, which is only half imported where its quantizers import this module.

@@ -34,6 +34,10 @@ def _residual_skips_the_norm(config: Any) -> bool:
     return not config.apply_residual_connection_post_layernorm
 
 
+def _multiplies_in_one_piece(config: Any) -> bool:
+    return not (config.pretraining_tp > 1 and config.slow_but_exact)
+
+
 @dataclass(frozen=True)
 class Feed:
     """A module whose output is the whole input of some Linears, up to something that commutes with a positive scale.
@@ -51,6 +55,20 @@ class Feed:
 
 
 @dataclass(frozen=True)
+class Chain:
+    """Two Linears with nothing but an elementwise function between them, called in this order by one module.
+
+    source, activation, target: module names inside a decoder block, children of the same module.
+    exact: model config -> whether the statement above holds for this model.
+    """
+
+    source: str
+    activation: str
+    target: str
+    exact: Callable[[Any], bool] = _always
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture: ``model_type`` values of its configs, where its blocks are, what feeds its Linears."""
 
@@ -58,6 +76,7 @@ class Family:
     model_types: tuple[str, ...]
     blocks: str
     feeds: tuple[Feed, ...] = ()
+    chains: tuple[Chain, ...] = ()
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -86,6 +105,7 @@ FAMILIES: tuple[Family, ...] = (
             Feed("final_layer_norm", ("fc1",), exact=_norm_comes_first),
             Feed("fc1", ("fc2",), exact=_activation_is_relu),
         ),
+        chains=(Chain("fc1", "activation_fn", "fc2"),),
     ),
     Family(
         name="bloom",
@@ -95,12 +115,26 @@ FAMILIES: tuple[Family, ...] = (
             Feed("input_layernorm", ("self_attention.query_key_value",), exact=_residual_skips_the_norm),
             Feed("post_attention_layernorm", ("mlp.dense_h_to_4h",), exact=_residual_skips_the_norm),
         ),
+        chains=(Chain("mlp.dense_h_to_4h", "mlp.gelu_impl", "mlp.dense_4h_to_h", exact=_multiplies_in_one_piece),),
     ),
     Family(
         name="gpt2",
         model_types=("gpt2",),
         blocks="transformer.h",
         feeds=(Feed("ln_1", ("attn.c_attn",)), Feed("ln_2", ("mlp.c_fc",))),
+        chains=(Chain("mlp.c_fc", "mlp.act", "mlp.c_proj"),),
+    ),
+    Family(
+        name="gpt_neox",
+        model_types=("gpt_neox",),
+        blocks="gpt_neox.layers",
+        chains=(Chain("mlp.dense_h_to_4h", "mlp.act", "mlp.dense_4h_to_h"),),
+    ),
+    Family(
+        name="phi",
+        model_types=("phi",),
+        blocks="model.layers",
+        chains=(Chain("mlp.fc1", "mlp.activation_fn", "mlp.fc2"),),
     ),
 )
 
@@ -157,6 +191,22 @@ def feeds_of(model: nn.Module) -> list[Feed]:
     """The feeds that hold exactly for this model; the names are relative to each decoder block."""
     config = getattr(model, "config", None)
     return [feed for feed in family_of(model).feeds if feed.exact(config)]
+
+
+def chains_of(model: nn.Module) -> list[tuple[nn.Module, Chain]]:
+    """Every decoder block with each chain that holds exactly for this model, quantized or not.
+
+    Empty for an architecture without a row in FAMILIES: that a module calls its Linears so cannot be told by structure.
+    """
+    config, prefix = getattr(model, "config", None), getattr(model, "base_model_prefix", "")
+    rows = (family for family in FAMILIES if getattr(config, "model_type", None) in family.model_types)
+    found = []
+    for family in rows:
+        # AutoModel has no "model." in front of its blocks.
+        stacks = (_module(model, path) for path in (family.blocks, family.blocks.removeprefix(f"{prefix}.")))
+        stack = next((stack for stack in stacks if isinstance(stack, nn.ModuleList)), ())
+        found += [(block, chain) for block in stack for chain in family.chains if chain.exact(config)]
+    return found
 
 
 def model_body(model: nn.Module) -> nn.Module:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor, device
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
 
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.flatten import FlattenSpec
@@ -16,8 +20,19 @@ from quantkit.ops.flatten import (
     untile_codes,
 )
 from quantkit.ops.flatten_kernels import LIBRARY_PRODUCT, device_path
+from quantkit.ops.flatten_requantize import column_slots, int8_gemm_requantize
 
 _INT4 = 4
+_MADE_FOR_KERNELS = ("tiles", "multiplier", "slots", "slot_starts")
+
+
+@dataclass(frozen=True)
+class ActCodes:
+    """An input [*leading, K] of ``dtype`` that is there as this layer's activation codes only, in tile order."""
+
+    tiles: Tensor
+    leading: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def forward(spec: FlattenSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -34,7 +49,7 @@ def forward(spec: FlattenSpec, tensors: Tensors, x: Tensor, bias: Tensor | None)
 
 
 def prepare(spec: FlattenSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
-    """The codes in tile order, INT4 still as nibbles, and the multiplier of activations.
+    """The codes in tile order, INT4 still as nibbles, the multiplier of activations and the columns by channel.
 
     As they are where the library multiplies them.
     """
@@ -43,36 +58,79 @@ def prepare(spec: FlattenSpec, tensors: Tensors, shape: Shape) -> dict[str, Tens
         return dict(tensors)
     rest = {name: tensor for name, tensor in tensors.items() if name != "codes"}
     factors = multiplier(tensors["act_scale"], tensors.get("smooth_scale"))
-    return {"tiles": tile_codes(codes, weight=True), "multiplier": factors, **rest}
+    slots, slot_starts = column_slots(tensors["source_channel"], tensors["source_segment"], shape[1])
+    made = tile_codes(codes, weight=True), factors, slots, slot_starts
+    return {**dict(zip(_MADE_FOR_KERNELS, made, strict=True)), **rest}
 
 
 def restore(spec: FlattenSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
     """Exact inverse of prepare."""
     if "tiles" not in tensors:
         return dict(tensors)
-    rest = {name: tensor for name, tensor in tensors.items() if name not in ("tiles", "multiplier")}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in _MADE_FOR_KERNELS}
     return {"codes": untile_codes(tensors["tiles"], shape[0], spec.extended_channels, weight=True), **rest}
 
 
-def prepared_forward(spec: FlattenSpec, tensors: Tensors, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
-    """As forward, on prepared tensors."""
-    if "tiles" not in tensors:
-        return forward(spec, tensors, x, bias)
-    rows = x.reshape(-1, shape[1])
-    act_tiles = flatten_quantize_tiles(
-        rows,
-        tensors["source_channel"],
-        tensors["source_segment"],
-        tensors["multiplier"],
-        spec.act_bits,
-        _packs_activations(spec, x.device),
-    )
+def prepared_forward(
+    spec: FlattenSpec, tensors: Tensors, shape: Shape, x: Tensor | ActCodes, bias: Tensor | None
+) -> Tensor:
+    """As forward, on prepared tensors; x may be there as codes already."""
+    if isinstance(x, Tensor):
+        if "tiles" not in tensors:
+            return forward(spec, tensors, x, bias)
+        x = quantized(spec, tensors, shape, x)
     scales = tensors["act_scale"], tensors["weight_scale"]
-    y = int8_gemm_tiles(act_tiles, tensors["tiles"], *scales, bias, rows.shape[0], shape[0], x.dtype)
-    return y.reshape(*x.shape[:-1], shape[0])
+    y = int8_gemm_tiles(x.tiles, tensors["tiles"], *scales, bias, prod(x.leading), shape[0], x.dtype)
+    return y.reshape(*x.leading, shape[0])
 
 
-def _packs_activations(spec: FlattenSpec, where: device) -> bool:
+def takes_codes(spec: FlattenSpec, tensors: Tensors) -> bool:
+    """Whether another product can write this layer's activation codes.
+
+    Not where the library multiplies, nor nibbles: two columns of one byte may come from different blocks of threads.
+    """
+    return "tiles" in tensors and not _packs_activations(spec, tensors["tiles"].device)
+
+
+def requantized_forward(
+    source: tuple[FlattenSpec, Tensors, Shape, Tensor | None],
+    x: Tensor,
+    activation: str,
+    target: tuple[FlattenSpec, Tensors],
+) -> ActCodes:
+    """activation(source(x)) as codes of the target, in one product.
+
+    source: spec, prepared tensors, shape, bias. x: [..., K] of a type in REQUANTIZED_DTYPES. activation: a name of
+    ACTIVATIONS. target: spec and prepared tensors, for which takes_codes holds.
+    """
+    spec, tensors, shape, bias = source
+    acts, (target_spec, following) = quantized(spec, tensors, shape, x), target
+    tiles = int8_gemm_requantize(
+        acts.tiles,
+        tensors["tiles"],
+        tensors["act_scale"],
+        tensors["weight_scale"],
+        bias,
+        prod(acts.leading),
+        shape[0],
+        x.dtype,
+        activation,
+        following["multiplier"],
+        following["slots"],
+        following["slot_starts"],
+        target_spec.act_bits,
+    )
+    return ActCodes(tiles, acts.leading, x.dtype)
+
+
+def quantized(spec: FlattenSpec, tensors: Tensors, shape: Shape, x: Tensor) -> ActCodes:
+    """x [..., K] as codes of a layer, from its prepared tensors."""
+    source, packed = (tensors["source_channel"], tensors["source_segment"]), _packs_activations(spec, x.device)
+    tiles = flatten_quantize_tiles(x.reshape(-1, shape[1]), *source, tensors["multiplier"], spec.act_bits, packed)
+    return ActCodes(tiles, tuple(x.shape[:-1]), x.dtype)
+
+
+def _packs_activations(spec: FlattenSpec, where: torch.device) -> bool:
     """Whether activations go as nibbles too, for INT4 products."""
     both = spec.weight_bits == spec.act_bits == _INT4
     return both and where.type == "cuda" and device_path(where).int4

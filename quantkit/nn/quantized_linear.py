@@ -24,6 +24,8 @@ class QuantizedLinear(nn.Module):
     _hf_quantized_needs_local_tp = True  # transformers' tensor parallelism then hands forward plain local shards
 
     bias: nn.Parameter | None
+    follower: Callable[[Tensor], Any] | None = None
+    """What runs in place of the product while the layers behind take more than a tensor (quantkit.nn.fused_ffn)."""
 
     def __init__(self, spec: Any, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: Any):
         super().__init__()
@@ -55,7 +57,7 @@ class QuantizedLinear(nn.Module):
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The format's tensors by name, restored from the kernels' order where they are in it."""
-        return self._restored() if self.prepared else self._held
+        return self._restored() if self.prepared else self.held
 
     @property
     def weight(self) -> Tensor:
@@ -68,19 +70,24 @@ class QuantizedLinear(nn.Module):
         """The weight that the stored tensors stand for, [N, K] fp32."""
         return FORMATS[self.format_name].dequantize(self.spec, self.tensors, self.shape)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
+        """x [..., K] -> y [..., N] in x's dtype; x and y may also be what the layers of a fused pair exchange."""
+        return self.multiply(x) if self.follower is None else self.follower(x)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """y [..., N] in x's dtype for x [..., K]."""
         row = LINEARS[self.format_name]
         if self.prepared:
             assert row.prepared_forward is not None
-            return row.prepared_forward(self.spec, self._held, self.shape, x, self.bias)
-        return row.forward(self.spec, self._held, x, self.bias)
+            return row.prepared_forward(self.spec, self.held, self.shape, x, self.bias)
+        return row.forward(self.spec, self.held, x, self.bias)
 
     def prepare(self) -> None:
         """Replace the stored tensors by the order this device's kernels read; nothing to do for some formats."""
         row = LINEARS[self.format_name]
         if self.prepared or row.prepare is None:
             return
-        self._replace(row.prepare(self.spec, self._held, self.shape))
+        self._replace(row.prepare(self.spec, self.held, self.shape))
         self.prepared = True
         self._synchronize()
 
@@ -104,18 +111,18 @@ class QuantizedLinear(nn.Module):
             torch.cuda.synchronize(self._device)
 
     @property
-    def _held(self) -> dict[str, Tensor]:
+    def held(self) -> dict[str, Tensor]:
         """The stored tensors as they are now: every parameter but the bias."""
         return {name: p for name, p in self._parameters.items() if name != "bias" and p is not None}
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self._held.values())).device
+        return next(iter(self.held.values())).device
 
     def _restored(self) -> dict[str, Tensor]:
         row = LINEARS[self.format_name]
         assert row.restore is not None
-        return row.restore(self.spec, self._held, self.shape)
+        return row.restore(self.spec, self.held, self.shape)
 
     def _replace(self, tensors: Mapping[str, Tensor]) -> None:
         bias = self._parameters.pop("bias")
@@ -128,7 +135,7 @@ class QuantizedLinear(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.prepared:
             bias = destination.pop(prefix + "bias", None)
-            for name in self._held:
+            for name in self.held:
                 del destination[prefix + name]
             destination.update({prefix + name: tensor for name, tensor in self._restored().items()})
             if bias is not None:
@@ -146,7 +153,7 @@ class QuantizedLinear(nn.Module):
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            stored = any(tensor is p for p in self._held.values())
+            stored = any(tensor is p for p in self.held.values())
             return tensor.to(moved.device) if stored and moved.dtype != tensor.dtype else moved
 
         super()._apply(move, recurse)

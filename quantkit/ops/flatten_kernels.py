@@ -30,6 +30,8 @@ from quantkit.errors import KernelError
 from quantkit.formats.flatten import max_code
 
 WGMMA, MMA, LIBRARY_PRODUCT = "wgmma", "mma", "torch._int_mm"
+REQUANTIZED_DTYPES = (torch.float16, torch.bfloat16)
+"""Element types of y that a product can pass on as codes."""
 
 _TESTED_MAJORS = (8, 9)  # newer GPUs have INT8 units of another kind, which their library knows
 _ROWS_PER_BLOCK = (8, 4, 2, 1)
@@ -50,6 +52,24 @@ class Path:
     kernel: str
     int4: bool
     reason: str
+
+
+@dataclass(frozen=True)
+class Following:
+    """Where y [rows, channels] of ``dtype`` goes on as codes: the next Linear's operand.
+
+    activation: number of the function between (quantkit.ops.activations). multiplier: [1] or [channels] fp32.
+    slots: [3, columns behind the first ``channels``] int32 and slot_starts, of ops.flatten_requantize.column_slots.
+    """
+
+    rows: int
+    channels: int
+    dtype: torch.dtype
+    activation: int
+    multiplier: Tensor
+    slots: Tensor
+    slot_starts: Tensor
+    act_bits: int
 
 
 @cache
@@ -139,57 +159,88 @@ def multiply(
     tiles: Tensor,
     scales: tuple[Tensor, Tensor],
     bias: Tensor | None,
-    y: Tensor,
+    out: Tensor,
+    following: Following | None = None,
 ) -> None:
-    """Fill y [M, N] from codes in tile order on y's GPU; scales: act_scale, weight_scale.
+    """Fill ``out`` from codes in tile order on its GPU: y [M, N], or the byte tiles of what follows.
 
+    scales: act_scale, weight_scale.
     Raises KernelError for an element type of y or bias that no kernel writes or reads.
     """
-    for what in (y, bias):
-        if what is not None and what.dtype not in DTYPE_CODES:
-            raise KernelError(
-                f"int8_gemm knows fp16, bf16 and fp32 on a GPU, not {str(what.dtype).removeprefix('torch.')}"
-            )
+    rows, channels, dtype = _extent(out, following)
+    known = DTYPE_CODES if following is None else REQUANTIZED_DTYPES
+    for what, codes in ((dtype, known), (None if bias is None else bias.dtype, DTYPE_CODES)):
+        if what is not None and what not in codes:
+            names = ", ".join(str(one).removeprefix("torch.") for one in codes)
+            raise KernelError(f"int8_gemm knows {names} here on a GPU, not {str(what).removeprefix('torch.')}")
     if tiles.dtype == torch.uint8 and act_tiles.dtype == torch.int8:
         tiles = expand(tiles, act_tiles.shape[1])
-    if device_path(y.device).kernel == WGMMA:
-        rows, channels = y.shape
-        tile = best_tile(rows, channels, tiles.shape[1], _processors(y.device))
-        launch_wgmma(tile, act_tiles, tiles, scales, bias, y)
+    if device_path(out.device).kernel == WGMMA:
+        tile = best_tile(rows, channels, tiles.shape[1], _processors(out.device))
+        launch_wgmma(tile, act_tiles, tiles, scales, bias, out, following)
     else:
-        launch_mma(act_tiles, tiles, scales, bias, y)
+        launch_mma(act_tiles, tiles, scales, bias, out, following)
+
+
+def _extent(out: Tensor, following: Following | None) -> tuple[int, int, torch.dtype]:
+    """M, N and the element type of y."""
+    return (*out.shape, out.dtype) if following is None else (following.rows, following.channels, following.dtype)
 
 
 def _arguments(
-    act_tiles: Tensor, tiles: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, y: Tensor
+    operands: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    out: Tensor,
+    following: Following | None,
 ) -> tuple[Tensor | int | None, ...]:
-    bias_dtype = DTYPE_CODES[y.dtype if bias is None else bias.dtype]
-    return (act_tiles, tiles, *scales, bias, y, bias_dtype, *y.shape, tiles.shape[1])
+    rows, channels, dtype = _extent(out, following)
+    target: tuple[Tensor | int | None, ...] = (None, None, None, 0, 0, 0, 0)
+    if following is not None:
+        factors, slots = following.multiplier, following.slots
+        sizes = (int(factors.shape[0] > 1), slots.shape[1], max_code(following.act_bits), following.activation)
+        target = (factors, slots, following.slot_starts, *sizes)
+    bias_dtype = DTYPE_CODES[dtype if bias is None else bias.dtype]
+    return (*operands, *scales, bias, out, *target, bias_dtype, rows, channels, operands[1].shape[1])
 
 
 def launch_wgmma(
-    tile: GemmTile, act_tiles: Tensor, tiles: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, y: Tensor
+    tile: GemmTile,
+    act_tiles: Tensor,
+    tiles: Tensor,
+    scales: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    out: Tensor,
+    following: Following | None = None,
 ) -> None:
-    """y on warpgroup products of INT8 codes with the given tile."""
-    along_x, along_w = tile.count(*y.shape)
+    """y, or the codes that follow, on warpgroup products of INT8 codes with the given tile."""
+    rows, channels, dtype = _extent(out, following)
+    along_x, along_w = tile.count(rows, channels)
     launch(
-        wgmma_unit(tile, DTYPE_CODES[y.dtype]),
-        y.device,
-        grid=(min(along_x * along_w, _processors(y.device)),),
+        wgmma_unit(tile, DTYPE_CODES[dtype], following is not None),
+        out.device,
+        grid=(min(along_x * along_w, _processors(out.device)),),
         block=((tile.consumers + 1) * 128,),
-        args=(*_arguments(act_tiles, tiles, scales, bias, y), along_x, along_w),
+        args=(*_arguments((act_tiles, tiles), scales, bias, out, following), along_x, along_w),
         shared_mem=tile.shared_bytes,
     )
 
 
-def launch_mma(act_tiles: Tensor, tiles: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, y: Tensor) -> None:
-    """y on warp products, of INT4 codes where both operands are nibbles."""
-    rows, channels = y.shape
+def launch_mma(
+    act_tiles: Tensor,
+    tiles: Tensor,
+    scales: tuple[Tensor, Tensor],
+    bias: Tensor | None,
+    out: Tensor,
+    following: Following | None = None,
+) -> None:
+    """y, or the codes that follow, on warp products, of INT4 codes where both operands are nibbles."""
+    rows, channels, dtype = _extent(out, following)
     launch(
-        mma_unit(4 if tiles.dtype == torch.uint8 else 8, DTYPE_CODES[y.dtype]),
-        y.device,
+        mma_unit(4 if tiles.dtype == torch.uint8 else 8, DTYPE_CODES[dtype], following is not None),
+        out.device,
         grid=(-(-channels // MMA_TILE_ROWS), -(-rows // MMA_TILE_ROWS)),
         block=(256,),
-        args=_arguments(act_tiles, tiles, scales, bias, y),
+        args=_arguments((act_tiles, tiles), scales, bias, out, following),
         shared_mem=mma_shared_bytes(),
     )

@@ -7,10 +7,11 @@ import torch
 
 from quantkit.bench import prefill, shapes
 from quantkit.bench.flatten_layers import check_flatten_linear, exact_sums, flatten_spec, random_flatten_linear
-from quantkit.bench.prefill import PrefillBench, check_linears, multiply_adds, prefill_model, run_prefill
+from quantkit.bench.prefill import PrefillBench, check_linears, check_pairs, multiply_adds, prefill_model, run_prefill
 from quantkit.bench.shapes import ModelShape
 from quantkit.errors import BenchError
 from quantkit.formats.flatten import FlattenSpec, pack_nibbles
+from quantkit.nn.fused_ffn import fused_pairs
 from quantkit.nn.quantized_linear import QuantizedLinear
 
 CPU = torch.device("cpu")
@@ -41,6 +42,13 @@ def test_models_have_every_block_packed_and_their_own_codes() -> None:
     assert len({module.tensors["codes"].data_ptr() for module in linears}) == 18
     assert {module.spec.weight_bits for module in linears} == {4, 8}
     assert not _linears(prefill_model("tiny", TINY, "fp16", CPU))
+
+
+def test_every_blocks_ffn_is_a_fused_pair() -> None:
+    pairs = fused_pairs(prefill_model("tiny", TINY, "flatten-o3", CPU))
+    assert list(pairs) == [f"model.decoder.layers.{layer}" for layer in range(3)]
+    assert {pair.activation for pair in pairs.values()} == {"relu"}
+    assert not fused_pairs(prefill_model("tiny", TINY, "fp16", CPU))
 
 
 def test_every_method_is_timed_at_every_size() -> None:
@@ -108,7 +116,10 @@ def test_bad_requests_are_refused(change: dict[str, object], message: str) -> No
 @pytest.mark.cuda
 def test_a_pass_is_a_graph_on_a_gpu() -> None:
     device = torch.device("cuda")
-    check_linears(prefill_model("tiny", TINY, "flatten-o3", device), "flatten-o3")
+    model = prefill_model("tiny", TINY, "flatten-o3", device)
+    assert all(pair.is_ready() for pair in fused_pairs(model).values())
+    check_linears(model, "flatten-o3")
+    check_pairs(model, "flatten-o3")
     (result,) = run_prefill(PrefillBench("tiny", ("flatten-o3",), (2,), (8,), device))
     assert result.ms is not None
     assert result.peak_memory_bytes

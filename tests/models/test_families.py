@@ -11,6 +11,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -19,11 +20,13 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    StableLmConfig,
 )
 
 from quantkit.errors import ModelError
 from quantkit.models.families import (
     block_linears,
+    chains_of,
     decoder_blocks,
     family_of,
     feeds_of,
@@ -142,12 +145,12 @@ def test_conv1d_is_seen_as_rows_by_columns() -> None:
 
 
 def test_unknown_family_is_found_by_structure() -> None:
-    config = PhiConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=64)
+    config = StableLmConfig(**{**_SMALL, "num_hidden_layers": 3}, num_key_value_heads=4)
     model = _build(config)
     assert family_of(model).blocks == "model.layers"
     assert len(decoder_blocks(model)) == 3
     assert feeds_of(model) == []
-    assert len(block_linears(model)) == 3 * 6
+    assert len(block_linears(model)) == 3 * 7
 
 
 def test_longest_stack_wins() -> None:
@@ -178,3 +181,37 @@ def test_table_rows_name_modules_that_exist(tiny_model: Callable[[str], Path]) -
         for feed in family_of(model).feeds:
             for name in (feed.source, *feed.targets):
                 block.get_submodule(name)
+
+
+_WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+
+CHAIN_CONFIGS: dict[str, PretrainedConfig] = {
+    "opt": CONFIGS["opt"],
+    "bloom": CONFIGS["bloom"],
+    "gpt2": CONFIGS["gpt2"],
+    "gpt-neox": GPTNeoXConfig(**_WIDE),
+    "phi": PhiConfig(**_WIDE),
+}
+
+
+@pytest.mark.parametrize("config", CHAIN_CONFIGS.values(), ids=CHAIN_CONFIGS)
+def test_chains_are_called_one_after_the_other_by_one_module(config: PretrainedConfig) -> None:
+    model = _build(config)
+    block, chain = chains_of(model)[0]
+    assert len({name.rpartition(".")[0] for name in (chain.source, chain.activation, chain.target)}) == 1
+    assert block is decoder_blocks(model)[0][1]
+    values = {}
+    for name in (chain.source, chain.activation, chain.target):
+
+        def note(module: nn.Module, arguments: tuple[torch.Tensor], result: torch.Tensor, name: str = name) -> None:
+            values[name] = arguments[0], result
+
+        block.get_submodule(name).register_forward_hook(note)
+    model(torch.arange(10, 20)[None])
+    assert values[chain.activation][0] is values[chain.source][1]
+    assert values[chain.target][0] is values[chain.activation][1]
+
+
+def test_blooms_sliced_product_is_no_chain() -> None:
+    assert chains_of(_build(BloomConfig(**_BLOOM, pretraining_tp=2, slow_but_exact=True))) == []
+    assert chains_of(_build(FEED_CONFIGS["llama-gqa"])) == []
