@@ -5,7 +5,8 @@
 // meets every plane of B in AND and popcount; pairs with equal i + j share one set of accumulators, so the paper's
 // recovery happens in registers (4.2). Where A has one plane, one product covers all planes of B.
 //
-//   block = 1 producer warpgroup + kConsumers consumer warpgroups, each 64 rows of A
+//   block = 1 producer warpgroup + kConsumers consumer warpgroups, each 64 rows of A; of the producer, one thread
+//   copies the stages and three warps load the sums, scales and biases of the tile after the one in work
 //   stage = one k tile of both operands; kStages of them in flight (the paper's ping-pong, 4.2 (3))
 //   grid: persistent; tiles of A run fastest within groups, so the blocks in flight share operands in L2
 //
@@ -16,6 +17,8 @@
 constexpr int kGroupTiles = 16;      // tiles of A per group of the tile order
 constexpr int kSteps = kSwizzleBytes / kWgmmaDepthBytes;
 constexpr int kSharedAlignment = 1024;
+constexpr int kLineThreads = kWarpgroup - kWarpSize;  // the producer's warps that copy no stages
+constexpr int kLineSets = 2;                          // lines of the tile in work and of the next
 
 struct Operand {
     const uint8* tiles;
@@ -55,7 +58,7 @@ __device__ __forceinline__ void copyStage(uint32 stage, uint64* full, const Oper
     constexpr int kColumns = T::kBytesB / kSwizzleBytes;  // rows of B times planes
     const int blocksA = (a.rows + kBlockRows - 1) / kBlockRows, blocksB = (b.rows + kBlockRows - 1) / kBlockRows;
     barrierExpect(full, T::kStageBytes);
-#pragma unroll 1  // 24 registers are all the producer has
+#pragma unroll 1  // 40 registers are all the producer has
     for (int c = 0; c < T::kRows / kBlockRows; c++) {
         const int block = min(tileA * (T::kRows / kBlockRows) + c, blocksA - 1);
         const uint32 bytes = planesA * kPlaneBytes;
@@ -63,7 +66,7 @@ __device__ __forceinline__ void copyStage(uint32 stage, uint64* full, const Oper
     }
     constexpr uint32 kBytes = T::kCopyRows * kSwizzleBytes;
     const int copiesPerPlane = T::kCopiesB / planesB;
-#pragma unroll 1  // 24 registers are all the producer has
+#pragma unroll 1  // 40 registers are all the producer has
     for (int c = 0; c < T::kCopiesB; c++) {
         const int plane = c / copiesPerPlane, row = (tileB * copiesPerPlane + c % copiesPerPlane) * T::kCopyRows;
         const int block = min(row / kBlockRows, blocksB - 1);
@@ -112,16 +115,39 @@ struct Problem {
     Widths widths;
 };
 
-template <bool kSmall, int kDtype>
-__device__ __forceinline__ Line lineOf(const Problem& p, bool isToken, int row) {
-    if (isToken) {
-        if (row >= p.M) return Line{0, 0.f, 0.f};
-        return Line{tokenTerm(p.xSums[row], p.widths) + (kSmall ? kSmallBits : 0), p.xSteps[row], 0.f};
-    }
-    row = channelOfRow(row);
-    if (row >= p.N) return Line{0, 0.f, 0.f};
+// Rows behind the last take the last one's line: no result of theirs is stored, and loads without a condition overlap.
+template <bool kSmall>
+__device__ __forceinline__ Line tokenLine(const Problem& p, int row) {
+    row = min(row, p.M - 1);
+    return Line{tokenTerm(p.xSums[row], p.widths) + (kSmall ? kSmallBits : 0), p.xSteps[row], 0.f};
+}
+
+template <int kDtype>
+__device__ __forceinline__ Line channelLine(const Problem& p, int row) {
+    row = min(channelOfRow(row), p.N - 1);
     return Line{channelTerm(p.wSums[row], p.widths, p.K), halfToFloat(p.wScales[row]),
                 p.bias == nullptr ? 0.f : loadElement(p.bias, row, kDtype)};
+}
+
+// The lines of one tile, by kLineThreads threads: one warp for the tokens, the others for the channels.
+template <bool kSmall, int kTokens, int kChannels, int kDtype>
+__device__ __forceinline__ void loadLines(const Problem& p, Line* tokens, Line* channels, int token, int channel,
+                                          int thread) {
+    constexpr int kTokenThreads = kWarpSize, kChannelThreads = kLineThreads - kTokenThreads;
+    static_assert(kTokens % kTokenThreads == 0, "every lane loads as many tokens");
+    if (thread < kTokenThreads) {
+#pragma unroll 4  // as many as the producer's registers hold
+        for (int c = 0; c < kTokens / kTokenThreads; c++) {
+            const int i = c * kTokenThreads + thread;
+            tokens[i] = tokenLine<kSmall>(p, token + i);
+        }
+    } else {
+#pragma unroll 4  // as many as the producer's registers hold
+        for (int c = 0; c < (kChannels + kChannelThreads - 1) / kChannelThreads; c++) {
+            const int i = c * kChannelThreads + thread - kTokenThreads;
+            if (kChannels % kChannelThreads == 0 || i < kChannels) channels[i] = channelLine<kDtype>(p, channel + i);
+        }
+    }
 }
 
 // kKindValue: ProductKind, bytes have one plane. kSwap: A is W. kColumns: rows of B in a tile.
@@ -140,12 +166,13 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     constexpr bool kSmall = kKind == kBinary;
     using T = Tile<kKind, kPlanesA, kPlanesB, kColumns, kConsumers>;
     // Two consumers start with 65536 / 384 registers a thread; the producer hands most of its own over.
-    constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     static_assert(kConsumers == 1 || kConsumers == 2, "one or two consumer warpgroups");
 
     extern __shared__ uint8 dynamicShared[];
-    __shared__ uint64 full[kStages], empty[kStages];
-    __shared__ Line lines[kConsumers][kWgmmaRows + kColumns];
+    __shared__ uint64 full[kStages], empty[kStages], linesFull[kLineSets], linesEmpty[kLineSets];
+    __shared__ Line lines[kLineSets][T::kRows + kColumns];  // of A, of B
+    __shared__ int2 corners[kLineSets];                     // first rows of A and B of the tile
     const uint32 base = (sharedAddress(dynamicShared) + kSharedAlignment - 1) & ~uint32(kSharedAlignment - 1);
 
     constexpr int kSlabBytes = slabBytes(kSwap, kDtype);
@@ -160,6 +187,10 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             barrierInit(&full[s], 1);
             barrierInit(&empty[s], kConsumers);
         }
+        for (int set = 0; set < kLineSets; set++) {
+            barrierInit(&linesFull[set], kLineThreads);
+            barrierInit(&linesEmpty[set], kConsumers * kWarpgroup);
+        }
         barrierInitFence();
     }
     __syncthreads();
@@ -172,6 +203,9 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             parity ^= 1;
         }
     };
+    int turn = 0;  // tiles that this block has begun
+    const auto lineSet = [&] { return turn % kLineSets; };
+    const auto lineParity = [&] { return uint32(turn / kLineSets % 2); };
     if (warpgroup == 0) {
         if constexpr (kConsumers == 2) giveRegisters<kProducerRegisters>();
         if (thread == 0) {
@@ -184,6 +218,20 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
                                  tileA, tileB, k, kTiles);
                 }
             }
+        } else if (thread >= kWarpSize) {
+            for (int index = blockIdx.x; index < tiles; index += blockCount(), turn++) {
+                int tileA, tileB;
+                tileAt(index, tilesA, tilesB, tileA, tileB);
+                barrierWait(&linesEmpty[lineSet()], lineParity() ^ 1);
+                Line* const ofA = lines[lineSet()];
+                Line* const ofB = ofA + T::kRows;
+                const int firstA = tileA * T::kRows, firstB = tileB * kColumns;
+                if (thread == kWarpSize) corners[lineSet()] = make_int2(firstA, firstB);
+                loadLines<kSmall, kSwap ? kColumns : T::kRows, kSwap ? T::kRows : kColumns, kDtype>(
+                    problem, kSwap ? ofB : ofA, kSwap ? ofA : ofB, kSwap ? firstB : firstA, kSwap ? firstA : firstB,
+                    thread - kWarpSize);
+                barrierArrive(&linesFull[lineSet()]);
+            }
         }
     } else {
         if constexpr (kConsumers == 2) takeRegisters<kConsumerRegisters>();
@@ -191,16 +239,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
         const auto releaseBefore = [&] {  // the stage before this one
             if (thread == 0) barrierArrive(&empty[stage == 0 ? kStages - 1 : stage - 1]);
         };
-        Line* const linesA = lines[consumer];
-        Line* const linesB = linesA + kWgmmaRows;
-        for (int index = blockIdx.x; index < tiles; index += blockCount()) {
-            int firstA, firstB;
-            const auto locate = [&] {
-                int tileA, tileB;
-                tileAt(index, tilesA, tilesB, tileA, tileB);
-                firstA = tileA * T::kRows + consumer * kWgmmaRows;
-                firstB = tileB * kColumns;
-            };
+        for (int index = blockIdx.x; index < tiles; index += blockCount(), turn++) {
             int sums[T::kLevels * T::kAccumulators];
             const auto multiply = [&](auto first) {
                 barrierWait(&full[stage], parity);
@@ -209,11 +248,6 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
                     sums, address + consumer * kPlanesA * kPlaneBytes, address + T::kBytesA);
             };
             multiply(Constant<true>{});
-            locate();  // while the first products run: what the epilogue needs
-            if (thread < kWgmmaRows) linesA[thread] = lineOf<kSmall, kDtype>(problem, !kSwap, firstA + thread);
-            for (int i = thread; i < kColumns; i += kWarpgroup) {
-                linesB[i] = lineOf<kSmall, kDtype>(problem, kSwap, firstB + i);
-            }
             advance();
             for (int k = 1; k < kTiles; k++, advance()) {
                 multiply(Constant<false>{});
@@ -223,8 +257,11 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             productWait<0>();
             releaseBefore();
             mergeLevels<T::kLevels, T::kAccumulators>(sums);
+            const Line* const linesA = lines[lineSet()] + consumer * kWgmmaRows;
+            const Line* const linesB = lines[lineSet()] + T::kRows;
+            barrierWait(&linesFull[lineSet()], lineParity());
+            const int firstA = corners[lineSet()].x + consumer * kWgmmaRows, firstB = corners[lineSet()].y;
             const Place place{y, kSwap ? firstB : firstA, kSwap ? firstA : firstB, M, N};
-            namedSync(barrier, kWarpgroup);  // the lines are there
             if constexpr (kSwap) {
                 uint8* slab = slabs + consumer * kSlabBytes;
                 writeSlabs<kSmall, kColumns, kDtype>(sums, linesA, linesB, place, slab, thread, barrier);
@@ -236,7 +273,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
                     writeRuns<false, kSmall, kColumns, kDtype>(sums, linesA, linesB, place, thread);
                 }
             }
-            namedSync(barrier, kWarpgroup);  // all have read the lines
+            barrierArrive(&linesEmpty[lineSet()]);
         }
     }
 }

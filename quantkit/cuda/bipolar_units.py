@@ -20,7 +20,8 @@ DTYPES = 3
 _SHARED_BYTES = 232_448  # per block on compute capability 9.0
 _SHARED_ALIGNMENT = 1024
 _LINE_STRUCT_BYTES = 16
-_BARRIER_BYTES = 16
+_LINE_SETS, _CORNER_BYTES = 2, 8
+_BARRIER_BYTES = 16  # one that fills and one that empties
 _MAX_STAGES = 8
 _SLAB_TOKENS, _SLAB_PADDING = 32, 16
 _STEPS = 4  # products per line: 256 bits or 32 bytes each
@@ -78,7 +79,8 @@ class WgmmaTile:
 
     def stages(self, element_bytes: int) -> int:
         """Stages that fit beside slabs and the kernel's static shared memory."""
-        static = self.consumers * (BLOCK_ROWS + self.columns) * _LINE_STRUCT_BYTES + _MAX_STAGES * _BARRIER_BYTES
+        lines = (self.rows + self.columns) * _LINE_STRUCT_BYTES + _CORNER_BYTES + _BARRIER_BYTES
+        static = _LINE_SETS * lines + _MAX_STAGES * _BARRIER_BYTES
         room = _SHARED_BYTES - _SHARED_ALIGNMENT - static - self.slab_bytes(element_bytes)
         return min(_MAX_STAGES, room // self.stage_bytes)
 
