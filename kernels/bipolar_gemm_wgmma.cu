@@ -8,6 +8,7 @@
 //   block = 1 producer warpgroup + kConsumers consumer warpgroups, each 64 rows of A; of the producer, one thread
 //   copies the stages and three warps load the sums, scales and biases of the tile after the one in work
 //   stage = one k tile of both operands; kStages of them in flight (the paper's ping-pong, 4.2 (3))
+//   the second consumer starts a tile kLead stages after the first: each writes its results while the other multiplies
 //   grid: persistent; tiles of A run fastest within groups, so the blocks in flight share operands in L2
 //
 // A product of n columns takes n / 2 clocks and reads 2 KiB + 32 n bytes of shared memory: wide products read less.
@@ -19,6 +20,8 @@ constexpr int kSteps = kSwizzleBytes / kWgmmaDepthBytes;
 constexpr int kSharedAlignment = 1024;
 constexpr int kLineThreads = kWarpgroup - kWarpSize;  // the producer's warps that copy no stages
 constexpr int kLineSets = 2;                          // lines of the tile in work and of the next
+constexpr int kLead = 1;                              // stages by which the first consumer is ahead
+constexpr int kLeadBarrier = 3;                       // behind those of the consumers, 1 and 2
 
 struct Operand {
     const uint8* tiles;
@@ -168,6 +171,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     // Two consumers start with 65536 / 384 registers a thread; the producer hands most of its own over.
     constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     static_assert(kConsumers == 1 || kConsumers == 2, "one or two consumer warpgroups");
+    static_assert(kLead < kStages, "the second consumer holds no stage that the first needs to get ahead");
 
     extern __shared__ uint8 dynamicShared[];
     __shared__ uint64 full[kStages], empty[kStages], linesFull[kLineSets], linesEmpty[kLineSets];
@@ -236,6 +240,9 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     } else {
         if constexpr (kConsumers == 2) takeRegisters<kConsumerRegisters>();
         const int consumer = warpgroup - 1, barrier = warpgroup;
+        // Else the first could say so for a second tile before the second consumer has heard it for this one: the stages
+        // of both would fit in shared memory.
+        const bool staggered = kConsumers == 2 && kTiles > kLead && kTiles + kLead >= kStages;
         const auto releaseBefore = [&] {  // the stage before this one
             if (thread == 0) barrierArrive(&empty[stage == 0 ? kStages - 1 : stage - 1]);
         };
@@ -247,12 +254,14 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
                 multiplyStage<T, kKind, kPlanesA, kPlanesB, kColumns, decltype(first)::value>(
                     sums, address + consumer * kPlanesA * kPlaneBytes, address + T::kBytesA);
             };
+            if (staggered && consumer == 1) namedSync(kLeadBarrier, kConsumers * kWarpgroup);
             multiply(Constant<true>{});
             advance();
             for (int k = 1; k < kTiles; k++, advance()) {
                 multiply(Constant<false>{});
                 productWait<1>();
                 releaseBefore();
+                if (staggered && consumer == 0 && k == kLead) namedArrive(kLeadBarrier, kConsumers * kWarpgroup);
             }
             productWait<0>();
             releaseBefore();
