@@ -198,6 +198,8 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
         barrierInitFence();
     }
     __syncthreads();
+    allowNextKernel();
+    waitForPriorKernels();  // from here on operands may be read and y written
 
     int stage = 0;
     uint32 parity = 0;

@@ -9,6 +9,7 @@
 // writes one whole word per plane and a warp one whole 128-byte line.
 // Limits: rows of the last block of 64 behind M are left unwritten: nothing reads the results they lead to.
 #include "bipolar.cuh"
+#include "mma.cuh"
 
 constexpr int kLaneColumns = kBitsPerWord;  // columns of a lane
 constexpr int kMaxWarps = 16;
@@ -127,6 +128,8 @@ __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
     const bool aligned = K % kVector == 0 && reinterpret_cast<uint64>(x) % kChunkBytes == 0;
     const int stretches = (K + kBitsPerLine - 1) / kBitsPerLine;  // 1024 columns each
 
+    allowNextKernel();
+    waitForPriorKernels();  // from here on x may be read and the results written
     Columns own = loadColumns<kDtype>(rowStart, warp * kBitsPerLine + lane * kLaneColumns, K, aligned);
     float step;
     const float limit = actLimit;

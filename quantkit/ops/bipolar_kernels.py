@@ -104,6 +104,7 @@ def quantize_tiles(x: Tensor, act_clip: Tensor, act_bits: int, *, per_token: boo
         grid=(rows,),
         block=(warps * _WARP,),
         args=(x, act_clip, made.tiles, made.sums, made.steps, rows, columns, largest_value(act_bits), int(per_token)),
+        overlap=True,
     )
     return made
 
@@ -226,6 +227,7 @@ def launch_wgmma(
             *(rows, channels, columns, *limits, tiles.shape[1], along_a, along_b, along_a * along_b),
         ),
         shared_mem=tile.shared_bytes(y.dtype.itemsize),
+        overlap=True,
     )
 
 
