@@ -50,20 +50,20 @@ constexpr int elementBytes(int dtype) { return dtype == kFloat32 ? 4 : 2; }
 constexpr int slabRowBytes(int dtype) { return kSlabChannels * elementBytes(dtype) + kSlabPadding; }
 constexpr int slabBytes(bool swap, int dtype) { return swap ? kSlabTokens * slabRowBytes(dtype) : 0; }
 
-// Eight 16-bit values of one token at neighbouring channels.
+// Eight 16-bit values of one token at neighbouring channels, where they are inside y.
 template <int kDtype>
-__device__ __forceinline__ void storeRun(uint8* y, size_t index, const float (&value)[kRunChannels]) {
+__device__ __forceinline__ void storeRun(bool inside, uint8* y, size_t index, const float (&value)[kRunChannels]) {
     uint32 word[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         word[i] = floatToShort(value[2 * i], kDtype) | uint32(floatToShort(value[2 * i + 1], kDtype)) << 16;
     }
-    *reinterpret_cast<uint4*>(reinterpret_cast<uint16*>(y) + index) = make_uint4(word[0], word[1], word[2], word[3]);
+    store16If(inside, reinterpret_cast<uint16*>(y) + index, word[0], word[1], word[2], word[3]);
 }
 
-// B is W. kWhole: the tile lies inside y and its rows are aligned, so every thread stores runs of eight channels of its
-// two tokens; else, and in fp32, one element at a time.
-template <bool kWhole, bool kSmall, int kColumns, int kDtype>
+// B is W. kRuns: N is a multiple of eight, so every thread stores runs of eight channels of its two tokens, all inside
+// or all outside y; else, and in fp32, one element at a time.
+template <bool kRuns, bool kSmall, int kColumns, int kDtype>
 __device__ __forceinline__ void writeRuns(const int* dots, const Line* linesA, const Line* linesB, const Place& p,
                                           int thread) {
     const int lane = thread % kWarpSize, t = lane % 4, row = thread / kWarpSize * 16 + lane / 4;
@@ -82,13 +82,13 @@ __device__ __forceinline__ void writeRuns(const int* dots, const Line* linesA, c
                 const int dot = dots[(start / 8 + c) * 4 + 2 * half + e];
                 value[half][i] = scaled(valueOf<kSmall>(4 * dot + a[half].term + b.term), a[half].scale, b.scale,
                                         b.bias);
-                if (kWhole || token + 8 * half >= p.M || channel + i >= p.N) continue;
+                if (kRuns || token + 8 * half >= p.M || channel + i >= p.N) continue;
                 storeElement(p.y, index[half] + i, value[half][i], kDtype);
             }
         }
-        if constexpr (kWhole) {
-            storeRun<kDtype>(p.y, index[0], value[0]);
-            storeRun<kDtype>(p.y, index[1], value[1]);
+        if constexpr (kRuns) {
+            storeRun<kDtype>(channel < p.N && token < p.M, p.y, index[0], value[0]);
+            storeRun<kDtype>(channel < p.N && token + 8 < p.M, p.y, index[1], value[1]);
         }
     }
 }

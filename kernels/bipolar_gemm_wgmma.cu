@@ -277,8 +277,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
                 uint8* slab = slabs + consumer * kSlabBytes;
                 writeSlabs<kSmall, kColumns, kDtype>(sums, linesA, linesB, place, slab, thread, barrier);
             } else {
-                const bool whole = firstA + kWgmmaRows <= M && firstB + kColumns <= N && N % kRunChannels == 0;
-                if (kDtype != kFloat32 && whole) {
+                if (kDtype != kFloat32 && N % kRunChannels == 0) {
                     writeRuns<kDtype != kFloat32, kSmall, kColumns, kDtype>(sums, linesA, linesB, place, thread);
                 } else {
                     writeRuns<false, kSmall, kColumns, kDtype>(sums, linesA, linesB, place, thread);

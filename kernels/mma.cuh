@@ -1,4 +1,5 @@
-// One-instruction wrappers: tensor cores, asynchronous copies, launch dependencies. The only file with such PTX.
+// One-instruction wrappers: tensor cores, asynchronous copies, stores under a condition, launch dependencies. The only
+// file with such PTX.
 #pragma once
 #include "common.cuh"
 
@@ -126,6 +127,14 @@ __device__ __forceinline__ void copyCommit() { asm volatile("cp.async.commit_gro
 template <int kPending>
 __device__ __forceinline__ void copyWait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Store 16 bytes, or nothing. Without a branch, and without ordering other accesses, so that the loads of what is stored
+// next go ahead of it: only for memory that the kernel does not read.
+__device__ __forceinline__ void store16If(bool wanted, void* to, uint32 a, uint32 b, uint32 c, uint32 d) {
+    asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.v4.b32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
+                     int(wanted)),
+                 "l"(to), "r"(a), "r"(b), "r"(c), "r"(d));
 }
 
 // Under a programmatic dependent launch: wait for the kernels before this one. No effect otherwise.
