@@ -138,6 +138,25 @@ def test_every_wgmma_tile_equals_the_reference(tile: WgmmaTile, dtype: torch.dty
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("columns", [1000, 2100, 4100], ids="K{}".format)
+@pytest.mark.parametrize("widths", [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (5, 7)], ids=str)
+def test_blocks_of_several_tiles_equal_the_warp_products(widths: tuple[int, int], columns: int) -> None:
+    """Four rounds of the largest tile on 132 multiprocessors, with one, three and five k tiles of bits each."""
+    _hopper_only()
+    problem = Problem((3000, 6104, columns), *widths, torch.float16)
+    as_bytes = widths == (5, 7)
+    tiles, sums, scales = problem.weight()
+    operands = (expand(tiles, columns) if as_bytes else tiles, sums, scales)
+    acts, bias, expected = problem.activations(as_bytes), problem.bias.cuda(), problem.output()
+    launch_mma(acts, operands, bias, expected, columns, problem.limits, as_bytes=as_bytes)
+    for tile in wgmma_tiles(*((1, 1) if as_bytes else widths), as_bytes):
+        for _ in range(3):
+            y = problem.output()
+            launch_wgmma(tile, acts, operands, bias, y, columns, problem.limits)
+            assert torch.equal(y, expected), f"{tile=}"
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("as_bytes", [False, True], ids=["bits", "bytes"])
 @pytest.mark.parametrize(("weight_bits", "act_bits"), binary_pairs(), ids=[f"w{p}a{q}" for p, q in binary_pairs()])
 def test_warp_products_equal_the_reference(weight_bits: int, act_bits: int, as_bytes: bool) -> None:
