@@ -39,6 +39,16 @@ def test_every_plan_fits_its_gpu_and_covers_the_row(row_tiles: int, k_tiles: int
                 assert plan.unit in known  # compiled, without spills, by the tests
 
 
+def test_long_rows_are_split_where_there_are_clusters() -> None:
+    case, sizes = BinaryCase(4, 128, 16, 1), {"entries": 5, "tile_counts": (448, 111)}
+    split = plan_binary(case, gpu=Gpu((9, 0), 132), **sizes)
+    assert (split.cluster, split.blocks, split.pass_tiles) == (2, 132, 56)
+    assert plan_binary(case, gpu=Gpu((8, 0), 132), **sizes).cluster == 1
+    assert plan_binary(case, gpu=Gpu((9, 0), 132), entries=5, tile_counts=(448, 28)).cluster == 1
+    four = BinaryCase(4, 128, 16, 4)
+    assert plan_binary(four, gpu=Gpu((9, 0), 132), entries=5, tile_counts=(448, 28)).cluster == 2
+
+
 def test_small_multiprocessors_take_long_rows_in_passes() -> None:
     plan = plan_binary(BinaryCase(4, 128, 16, 4), entries=5, tile_counts=(448, 112), gpu=Gpu((8, 6), PROCESSORS))
     assert plan.pass_tiles < 112

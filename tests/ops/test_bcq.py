@@ -30,6 +30,7 @@ SHAPES = [  # rows, columns, group size
     (40, 500, 24),  # groups of no whole word
     (200, 4096, 384),
     (64, 20480, 128),
+    (50, 24700, 128),  # long enough to be split within a cluster, into unequal parts
 ]
 SHAPE_IDS = [f"{n}x{k}-g{g}" for n, k, g in SHAPES]
 
