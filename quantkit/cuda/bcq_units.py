@@ -37,7 +37,7 @@ _WARPS = {
 _RESIDENT_WARPS = 8  # where two blocks share a multiprocessor
 _OVERLAP_CAPABILITY = (9, 0)  # from here on a launch may start before its predecessor ends, and blocks form clusters
 _SPLIT = 2  # blocks of a cluster that share row tiles; multiprocessors come in pairs
-_SPLIT_TILES = 96  # k tiles times tokens whose planes take longer by half than adding up through the cluster
+_SPLIT_TILES = 96  # k tiles whose planes take longer by half than adding up through the cluster; for one token
 
 _SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10}
 _SHARED_BYTES_ELSEWHERE = 99 << 10
@@ -169,8 +169,8 @@ def plan_binary(
         own_bytes = ceil(row_tiles / gpu.processors) * k_tiles * case.tile_bytes(entries)
         light = own_bytes <= shared_limit(*gpu.capability, 2)
         tile = binary_tile(case, gpu.capability, residencies(case, gpu.capability)[-1 if light else 0])
-    long = k_tiles * case.tokens >= _SPLIT_TILES and tile.resident == 1 and gpu.capability >= _OVERLAP_CAPABILITY
-    cluster = _SPLIT if long else 1
+    long = k_tiles >= _SPLIT_TILES and case.tokens == tile.resident == 1
+    cluster = _SPLIT if long and gpu.capability >= _OVERLAP_CAPABILITY else 1
     k_tiles = ceil(k_tiles / cluster)
     limit = shared_limit(*gpu.capability, tile.resident)
     ring = tile.warps * tile.steps * tile.depth * case.tile_bytes(entries)

@@ -45,8 +45,7 @@ def test_long_rows_are_split_where_there_are_clusters() -> None:
     assert (split.cluster, split.blocks, split.pass_tiles) == (2, 132, 56)
     assert plan_binary(case, gpu=Gpu((8, 0), 132), **sizes).cluster == 1
     assert plan_binary(case, gpu=Gpu((9, 0), 132), entries=5, tile_counts=(448, 28)).cluster == 1
-    four = BinaryCase(4, 128, 16, 4)
-    assert plan_binary(four, gpu=Gpu((9, 0), 132), entries=5, tile_counts=(448, 28)).cluster == 2
+    assert plan_binary(BinaryCase(4, 128, 16, 4), gpu=Gpu((9, 0), 132), **sizes).cluster == 1  # measured: slower
 
 
 def test_small_multiprocessors_take_long_rows_in_passes() -> None:
