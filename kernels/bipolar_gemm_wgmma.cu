@@ -34,7 +34,7 @@ struct Tile {
     static constexpr int kLevels = kPlanesA + kPlanesB - 1;
     static constexpr int kAccumulators = kColumns / 2;
     static constexpr bool kFused = kPlanesA == 1;
-    static constexpr int kCopyRows = kColumns % kBlockRows == 0 ? kBlockRows : kRunRows;
+    static constexpr int kCopyRows = kColumns < kBlockRows ? kColumns : kBlockRows;
     static constexpr uint32 kBytesA = kPlanesA * kRows * kSwizzleBytes;
     static constexpr uint32 kBytesB = kPlanesB * kColumns * kSwizzleBytes;
     static constexpr uint32 kStageBytes = kBytesA + kBytesB;

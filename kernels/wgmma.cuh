@@ -30,7 +30,6 @@ __device__ __forceinline__ void productWait() {
 #define QK_T0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9"
 #define QK_T(t) ",%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
 #define QK_L32 QK_T0 QK_T(1) QK_T(2) ",%30,%31"
-#define QK_L48 QK_T0 QK_T(1) QK_T(2) QK_T(3) ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define QK_L64 QK_T0 QK_T(1) QK_T(2) QK_T(3) QK_T(4) QK_T(5) ",%60,%61,%62,%63"
 #define QK_L80 QK_T0 QK_T(1) QK_T(2) QK_T(3) QK_T(4) QK_T(5) QK_T(6) QK_T(7)
 #define QK_L96 QK_L80 QK_T(8) ",%90,%91,%92,%93,%94,%95"
@@ -40,7 +39,6 @@ __device__ __forceinline__ void productWait() {
     "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), \
         "+r"(d[i + 7])
 #define QK_D32 QK_D8(0), QK_D8(8), QK_D8(16), QK_D8(24)
-#define QK_D48 QK_D32, QK_D8(32), QK_D8(40)
 #define QK_D64 QK_D32, QK_D8(32), QK_D8(40), QK_D8(48), QK_D8(56)
 #define QK_D80 QK_D64, QK_D8(64), QK_D8(72)
 #define QK_D96 QK_D80, QK_D8(80), QK_D8(88)
@@ -69,7 +67,6 @@ struct WarpgroupProduct;
 // D[64, columns] += popcount(A and B): d[4 c + e] of thread 32 w + 4 g + t of the warpgroup is
 // row 16 w + g + 8 (e / 2), column 8 c + 2 t + e % 2.
 QK_BINARY(64, 32, 32, 33, 34)
-QK_BINARY(96, 48, 48, 49, 50)
 QK_BINARY(128, 64, 64, 65, 66)
 QK_BINARY(160, 80, 80, 81, 82)
 QK_BINARY(192, 96, 96, 97, 98)

@@ -192,7 +192,7 @@ def _product(shape: Shape, weight_bits: int, act_bits: int, device: torch.device
     moved = operands[0].numel() + acts.tiles.numel() + 2 * rows * channels
     count = _sets(moved, device)
     planes = (1, 1) if as_bytes else (weight_bits, act_bits)
-    tile = best_tile(*planes, as_bytes, shape, sm_count(device))
+    tile = best_tile(*planes, as_bytes, rows, channels, sm_count(device))
     limits = ((1 << act_bits) - 1, (1 << weight_bits) - 1)
     ys = torch.empty(count, rows, channels, dtype=torch.float16, device=device)
     xs = [_copies(part, count) for part in (acts.tiles, acts.sums, acts.steps)]

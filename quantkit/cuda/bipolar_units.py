@@ -25,9 +25,8 @@ _BARRIER_BYTES = 16  # one that fills and one that empties
 _MAX_STAGES = 8
 _SLAB_TOKENS, _SLAB_PADDING = 32, 16
 _STEPS = 4  # products per line: 256 bits or 32 bytes each
-_L2_BYTES_PER_CLOCK = 48  # per SM where all copy, as tiles of one plane each were seen to reach on an H200
+_L2_BYTES_PER_CLOCK = 24  # per SM where all copy, as tiles of one plane each were seen to reach on an H200
 _SM_BYTES_PER_CLOCK = 64  # what one SM can take
-_TILE_CLOCKS, _COLUMN_CLOCKS = 800, 10  # what a tile, and each of its columns, takes beside products: 2,200 at 128
 _MMA_SHARED_BYTES = 99 * 1024  # per block on 8.6 and 8.9, the smallest
 _MMA_MAX_STAGES = 4
 # Rows of operand B in a tile where A has one plane: its planes times these are the columns of one product, <= 256.
@@ -36,9 +35,6 @@ _FUSED_COLUMNS = {1: 256, 2: 128, 3: 64, 4: 64, 5: 32, 6: 32, 7: 32, 8: 32}
 _UNSWAPPED = ((1, 2),)
 # (fewer planes, more planes) where both have several: accumulators for every level must fit the registers.
 _LEVEL_COLUMNS = {(2, 2): 128, (2, 3): 64, (2, 4): 64}
-# (planes of W, of x) with more shapes, the ones preferred among near equals first. At W1A2 192 columns are fewer bytes
-# per product; at W2A2 96 fill the last round of 132 SMs where N is 10752 (Llama-2-7B's MLP).
-_MORE_COLUMNS = {(1, 2): (192, 128), (2, 2): (128, 96)}
 
 
 @dataclass(frozen=True)
@@ -77,11 +73,6 @@ class WgmmaTile:
         copied = (planes_a * self.rows + planes_b * self.columns) * LINE_BYTES
         return max(products, copied / min(_SM_BYTES_PER_CLOCK, _L2_BYTES_PER_CLOCK / busy))
 
-    def clocks(self, columns: int, busy: float) -> float:
-        """Clocks of one tile of a product of ``columns`` columns; busy: see stage_clocks."""
-        k_tiles = -(-columns // (LINE_BYTES if self.as_bytes else BITS_PER_LINE))
-        return k_tiles * self.stage_clocks(busy) + _TILE_CLOCKS + _COLUMN_CLOCKS * self.columns
-
     def slab_bytes(self, element_bytes: int) -> int:
         """Shared memory through which results pass where operand A is W."""
         return self.consumers * _SLAB_TOKENS * (BLOCK_ROWS * element_bytes + _SLAB_PADDING) if self.swap else 0
@@ -99,15 +90,14 @@ class WgmmaTile:
 
 
 def wgmma_tiles(planes_w: int, planes_x: int, as_bytes: bool) -> list[WgmmaTile]:
-    """The tiles that exist for a pair of operands, the ones for large problems first."""
+    """The tiles that exist for a pair of operands, the one for large problems first."""
     fewer, more = sorted((planes_w, planes_x))
     swap = planes_w < planes_x and (planes_w, planes_x) not in _UNSWAPPED
     columns = _FUSED_COLUMNS[more] if fewer == 1 else _LEVEL_COLUMNS[fewer, more]
-    shapes = _MORE_COLUMNS.get((planes_w, planes_x), (columns,))
-    large = [WgmmaTile(as_bytes, planes_w, planes_x, swap, shape) for shape in shapes]
+    large = WgmmaTile(as_bytes, planes_w, planes_x, swap, columns)
     small = WgmmaTile(as_bytes, planes_w, planes_x, swap, columns if fewer == 1 else BLOCK_ROWS, consumers=1)
     half = [WgmmaTile(as_bytes, planes_w, planes_x, swap, columns // 2)] if columns >= 128 else []
-    return [*large, *half, small]
+    return [large, *half, small]
 
 
 def wgmma_unit(tile: WgmmaTile, dtype: int) -> CompileUnit:

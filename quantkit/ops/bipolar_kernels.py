@@ -35,7 +35,6 @@ DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 GEMV_COLUMNS = 64
 """(token, plane) pairs up to which the GEMV kernel, which reads the weights once, is taken."""
 
-_NEARLY = 1.03  # what the clocks of a tile are known to, at best
 _BINARY_SUMS = 1 << 22  # what the binary warpgroup kernel turns into floats without a conversion
 _PAIR_COLUMNS = 8
 _GEMV_ROWS, _ROW_GROUP = 16, 32  # tile rows per block; among 32 rows the channels are in an order of their own
@@ -136,7 +135,7 @@ def multiply(
     limits = (largest_value(act_bits), largest_value(weight_bits))
     if path.kernel == "wgmma":
         planes = (1, 1) if as_bytes else (weight_bits, act_bits)
-        tile = best_tile(*planes, as_bytes, (rows, y.shape[1], columns), sm_count(x.device))
+        tile = best_tile(*planes, as_bytes, rows, y.shape[1], sm_count(x.device))
         launch_wgmma(tile, acts, operands, bias, y, columns, limits)
     else:
         launch_mma(acts, operands, bias, y, columns, limits, as_bytes=as_bytes)
@@ -238,20 +237,17 @@ def output_tiles(tile: WgmmaTile, rows: int, channels: int) -> tuple[int, int]:
     return -(-size_a // tile.rows), -(-size_b // tile.columns)
 
 
-def best_tile(planes_w: int, planes_x: int, as_bytes: bool, shape: tuple[int, int, int], sms: int) -> WgmmaTile:
-    """The tile with the fewest clocks for a product of shape (M, N, K): rounds over the SMs times those of a tile.
+def best_tile(planes_w: int, planes_x: int, as_bytes: bool, rows: int, channels: int, sms: int) -> WgmmaTile:
+    """The tile with the fewest clocks for y [rows, channels]: rounds over the SMs times the clocks of a k tile.
 
-    Of near equals the first, which is the one with the most reuse.
+    Of equals the first, which is the one with the most reuse.
     """
-    rows, channels, columns = shape
 
     def clocks(tile: WgmmaTile) -> float:
         tiles = prod(output_tiles(tile, rows, channels))
-        return -(-tiles // sms) * tile.clocks(columns, min(1.0, tiles / sms))
+        return -(-tiles // sms) * tile.stage_clocks(min(1.0, tiles / sms))
 
-    tiles = wgmma_tiles(planes_w, planes_x, as_bytes)
-    fewest = min(map(clocks, tiles))
-    return next(tile for tile in tiles if clocks(tile) <= _NEARLY * fewest)
+    return min(wgmma_tiles(planes_w, planes_x, as_bytes), key=clocks)
 
 
 @cache
