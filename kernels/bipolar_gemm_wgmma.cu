@@ -8,7 +8,6 @@
 //   block = 1 producer warpgroup + kConsumers consumer warpgroups, each 64 rows of A; of the producer, one thread
 //   copies the stages and three warps load the sums, scales and biases of the tile after the one in work
 //   stage = one k tile of both operands; kStages of them in flight (the paper's ping-pong, 4.2 (3))
-//   the second consumer starts a tile kLead stages after the first: each writes its results while the other multiplies
 //   grid: persistent; tiles of A run fastest within groups, so the blocks in flight share operands in L2
 //
 // A product of n columns takes n / 2 clocks and reads 2 KiB + 32 n bytes of shared memory: wide products read less.
@@ -20,8 +19,7 @@ constexpr int kSteps = kSwizzleBytes / kWgmmaDepthBytes;
 constexpr int kSharedAlignment = 1024;
 constexpr int kLineThreads = kWarpgroup - kWarpSize;  // the producer's warps that copy no stages
 constexpr int kLineSets = 2;                          // lines of the tile in work and of the next
-constexpr int kLead = 1;                              // stages by which the first consumer is ahead
-constexpr int kLeadBarrier = 3;                       // behind those of the consumers, 1 and 2
+constexpr int kLinesBarrier = 3;                      // of the first set; 1 and 2 are the consumers'
 
 struct Operand {
     const uint8* tiles;
@@ -171,10 +169,9 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     // Two consumers start with 65536 / 384 registers a thread; the producer hands most of its own over.
     constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     static_assert(kConsumers == 1 || kConsumers == 2, "one or two consumer warpgroups");
-    static_assert(kLead < kStages, "the second consumer holds no stage that the first needs to get ahead");
 
     extern __shared__ uint8 dynamicShared[];
-    __shared__ uint64 full[kStages], empty[kStages], linesFull[kLineSets], linesEmpty[kLineSets];
+    __shared__ uint64 full[kStages], empty[kStages], linesFull[kLineSets];
     __shared__ Line lines[kLineSets][T::kRows + kColumns];  // of A, of B
     __shared__ int2 corners[kLineSets];                     // first rows of A and B of the tile
     const uint32 base = (sharedAddress(dynamicShared) + kSharedAlignment - 1) & ~uint32(kSharedAlignment - 1);
@@ -191,10 +188,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             barrierInit(&full[s], 1);
             barrierInit(&empty[s], kConsumers);
         }
-        for (int set = 0; set < kLineSets; set++) {
-            barrierInit(&linesFull[set], kLineThreads);
-            barrierInit(&linesEmpty[set], kConsumers * kWarpgroup);
-        }
+        for (int set = 0; set < kLineSets; set++) barrierInit(&linesFull[set], kLineThreads);
         barrierInitFence();
     }
     __syncthreads();
@@ -211,7 +205,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     };
     int turn = 0;  // tiles that this block has begun
     const auto lineSet = [&] { return turn % kLineSets; };
-    const auto lineParity = [&] { return uint32(turn / kLineSets % 2); };
+    constexpr int kLineUsers = kLineThreads + kConsumers * kWarpgroup;
     if (warpgroup == 0) {
         if constexpr (kConsumers == 2) giveRegisters<kProducerRegisters>();
         if (thread == 0) {
@@ -228,7 +222,8 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             for (int index = blockIdx.x; index < tiles; index += blockCount(), turn++) {
                 int tileA, tileB;
                 tileAt(index, tilesA, tilesB, tileA, tileB);
-                barrierWait(&linesEmpty[lineSet()], lineParity() ^ 1);
+                // Asleep, not polling: three warps that poll for a whole tile take shared memory from the products.
+                if (turn >= kLineSets) namedSync(kLinesBarrier + lineSet(), kLineUsers);
                 Line* const ofA = lines[lineSet()];
                 Line* const ofB = ofA + T::kRows;
                 const int firstA = tileA * T::kRows, firstB = tileB * kColumns;
@@ -242,9 +237,6 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     } else {
         if constexpr (kConsumers == 2) takeRegisters<kConsumerRegisters>();
         const int consumer = warpgroup - 1, barrier = warpgroup;
-        // Else the first could say so for a second tile before the second consumer has heard it for this one: the stages
-        // of both would fit in shared memory.
-        const bool staggered = kConsumers == 2 && kTiles > kLead && kTiles + kLead >= kStages;
         const auto releaseBefore = [&] {  // the stage before this one
             if (thread == 0) barrierArrive(&empty[stage == 0 ? kStages - 1 : stage - 1]);
         };
@@ -256,21 +248,19 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
                 multiplyStage<T, kKind, kPlanesA, kPlanesB, kColumns, decltype(first)::value>(
                     sums, address + consumer * kPlanesA * kPlaneBytes, address + T::kBytesA);
             };
-            if (staggered && consumer == 1) namedSync(kLeadBarrier, kConsumers * kWarpgroup);
             multiply(Constant<true>{});
             advance();
             for (int k = 1; k < kTiles; k++, advance()) {
                 multiply(Constant<false>{});
                 productWait<1>();
                 releaseBefore();
-                if (staggered && consumer == 0 && k == kLead) namedArrive(kLeadBarrier, kConsumers * kWarpgroup);
             }
             productWait<0>();
             releaseBefore();
             mergeLevels<T::kLevels, T::kAccumulators>(sums);
             const Line* const linesA = lines[lineSet()] + consumer * kWgmmaRows;
             const Line* const linesB = lines[lineSet()] + T::kRows;
-            barrierWait(&linesFull[lineSet()], lineParity());
+            barrierWait(&linesFull[lineSet()], turn / kLineSets % 2);
             const int firstA = corners[lineSet()].x + consumer * kWgmmaRows, firstB = corners[lineSet()].y;
             const Place place{y, kSwap ? firstB : firstA, kSwap ? firstA : firstB, M, N};
             if constexpr (kSwap) {
@@ -283,7 +273,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
                     writeRuns<false, kSmall, kColumns, kDtype>(sums, linesA, linesB, place, thread);
                 }
             }
-            barrierArrive(&linesEmpty[lineSet()]);
+            if (index + kLineSets * blockCount() < tiles) namedArrive(kLinesBarrier + lineSet(), kLineUsers);
         }
     }
 }

@@ -170,7 +170,7 @@ __device__ __forceinline__ uint32 clusterRank() {
 // Wait for all threads of the cluster; they see each other's shared memory as it was before.
 __device__ __forceinline__ void clusterBarrier() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
 
