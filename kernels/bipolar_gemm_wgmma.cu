@@ -53,30 +53,35 @@ __device__ __forceinline__ void tileAt(int index, int tilesA, int tilesB, int& t
     tileB = within / height;
 }
 
-template <typename T>
-__device__ __forceinline__ void copyStage(uint32 stage, uint64* full, const Operand& a, const Operand& b, int planesA,
-                                          int planesB, int tileA, int tileB, int kTile, int kTiles) {
-    constexpr int kColumns = T::kBytesB / kSwizzleBytes;  // rows of B times planes
-    const int blocksA = (a.rows + kBlockRows - 1) / kBlockRows, blocksB = (b.rows + kBlockRows - 1) / kBlockRows;
-    barrierExpect(full, T::kStageBytes);
-#pragma unroll 1  // 40 registers are all the producer has
-    for (int c = 0; c < T::kRows / kBlockRows; c++) {
-        const int block = min(tileA * (T::kRows / kBlockRows) + c, blocksA - 1);
-        const uint32 bytes = planesA * kPlaneBytes;
-        copyBulk(stage + c * bytes, a.tiles + (size_t(block) * kTiles + kTile) * bytes, bytes, full);
+// What one tile copies per stage, k tile after k tile: whole blocks of A, runs of rows of B plane by plane.
+template <typename T, int kPlanesA, int kPlanesB>
+struct TileCopies {
+    static constexpr int kBlocksA = T::kRows / kBlockRows, kCopiesB = T::kCopiesB;
+    static constexpr uint32 kStepB = kPlanesB * kPlaneBytes, kCopyBytesB = T::kCopyRows * kSwizzleBytes;
+    const BlockCopies<kBlocksA, kPlanesA * kPlaneBytes> ofA;
+    const uint8* sourceB[kCopiesB];
+
+    __device__ __forceinline__ TileCopies(const Operand& a, const Operand& b, int tileA, int tileB, int kTiles)
+        : ofA(a.tiles, tileA * kBlocksA, (a.rows - 1) / kBlockRows, kTiles) {
+        constexpr int kCopiesPerPlane = kCopiesB / kPlanesB;
+        const int lastB = (b.rows - 1) / kBlockRows;
+#pragma unroll
+        for (int c = 0; c < kCopiesB; c++) {
+            const int plane = c / kCopiesPerPlane;
+            const int row = (tileB * kCopiesPerPlane + c % kCopiesPerPlane) * T::kCopyRows;
+            sourceB[c] = b.tiles + size_t(min(row / kBlockRows, lastB)) * kTiles * kStepB + plane * kPlaneBytes +
+                         row % kBlockRows * kSwizzleBytes;
+        }
     }
-    constexpr uint32 kBytes = T::kCopyRows * kSwizzleBytes;
-    const int copiesPerPlane = T::kCopiesB / planesB;
-#pragma unroll 1  // 40 registers are all the producer has
-    for (int c = 0; c < T::kCopiesB; c++) {
-        const int plane = c / copiesPerPlane, row = (tileB * copiesPerPlane + c % copiesPerPlane) * T::kCopyRows;
-        const int block = min(row / kBlockRows, blocksB - 1);
-        const uint8* source = b.tiles + ((size_t(block) * kTiles + kTile) * planesB + plane) * kPlaneBytes +
-                              (row % kBlockRows) * kSwizzleBytes;
-        copyBulk(stage + T::kBytesA + c * kBytes, source, kBytes, full);
+    __device__ __forceinline__ void start(uint32 stage, uint64* full, int kTile) const {
+        barrierExpect(full, T::kStageBytes);
+        ofA.start(stage, full, kTile);
+#pragma unroll
+        for (int c = 0; c < kCopiesB; c++) {
+            copyBulk(stage + T::kBytesA + c * kCopyBytesB, sourceB[c] + kTile * kStepB, kCopyBytesB, full);
+        }
     }
-    static_assert(kColumns * kSwizzleBytes == T::kCopiesB * kBytes, "copies cover the tile of B");
-}
+};
 
 // All products of one stage: A's 64 rows of this warpgroup at addressA, B at addressB. kFirst: the sums start from zero
 // by a constant, so that their registers are free between tiles.
@@ -208,17 +213,18 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     constexpr int kLineUsers = kLineThreads + kConsumers * kWarpgroup;
     if (warpgroup == 0) {
         if constexpr (kConsumers == 2) giveRegisters<kProducerRegisters>();
-        if (thread == 0) {
+        if (thread < kWarpSize) {
+            if (!electLane()) return;
             for (int index = blockIdx.x; index < tiles; index += blockCount()) {
                 int tileA, tileB;
                 tileAt(index, tilesA, tilesB, tileA, tileB);
+                const TileCopies<T, kPlanesA, kPlanesB> copies(a, b, tileA, tileB, kTiles);
                 for (int k = 0; k < kTiles; k++, advance()) {
                     barrierWait(&empty[stage], parity ^ 1);
-                    copyStage<T>(base + stage * T::kStageBytes, &full[stage], a, b, kPlanesA, kPlanesB,
-                                 tileA, tileB, k, kTiles);
+                    copies.start(base + stage * T::kStageBytes, &full[stage], k);
                 }
             }
-        } else if (thread >= kWarpSize) {
+        } else {
             for (int index = blockIdx.x; index < tiles; index += blockCount(), turn++) {
                 int tileA, tileB;
                 tileAt(index, tilesA, tilesB, tileA, tileB);

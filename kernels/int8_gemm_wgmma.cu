@@ -37,17 +37,6 @@ __device__ __forceinline__ void tileAt(int index, int tilesX, int tilesW, int& t
     tileW = within / height;
 }
 
-// Start copying one k tile of kBlocks blocks of 64 rows.
-template <int kBlocks>
-__device__ __forceinline__ void copyBlocks(uint32 shared, uint64* full, const uint8* tiles, int first, int blocks,
-                                           int kTile, int kTiles) {
-#pragma unroll 1  // 24 registers are all the producer has
-    for (int b = 0; b < kBlocks; b++) {
-        const size_t block = min(first + b, blocks - 1);
-        copyBulk(shared + b * kPlaneBytes, tiles + (block * kTiles + kTile) * kPlaneBytes, kPlaneBytes, full);
-    }
-}
-
 // All products of one stage. kFirst: the sums start from zero by a constant, so their registers are free between tiles.
 template <int kColumns, bool kFirst>
 __device__ __forceinline__ void multiplyStage(int* sums, uint32 addressX, uint32 addressW) {
@@ -154,18 +143,18 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     };
     if (warpgroup == 0) {
         if constexpr (kConsumers == 2) giveRegisters<kProducerRegisters>();
-        if (thread != 0) return;
-        const int blocksX = (M + kBlockRows - 1) / kBlockRows, blocksW = (N + kBlockRows - 1) / kBlockRows;
+        if (thread >= kWarpSize || !electLane()) return;
         for (int index = blockIdx.x; index < tiles; index += blockCount()) {
             int tileX, tileW;
             tileAt(index, tilesX, tilesW, tileX, tileW);
+            const BlockCopies<kConsumers, kPlaneBytes> ofX(xTiles, tileX * kConsumers, (M - 1) / kBlockRows, kTiles);
+            const BlockCopies<kBlocksW, kPlaneBytes> ofW(wTiles, tileW * kBlocksW, (N - 1) / kBlockRows, kTiles);
             for (int k = 0; k < kTiles; k++, advance()) {
                 barrierWait(&empty[stage], parity ^ 1);
                 barrierExpect(&full[stage], kStageBytes);
                 const uint32 address = base + stage * kStageBytes;
-                copyBlocks<kConsumers>(address, &full[stage], xTiles, tileX * kConsumers, blocksX, k, kTiles);
-                copyBlocks<kBlocksW>(address + kConsumers * kPlaneBytes, &full[stage], wTiles, tileW * kBlocksW,
-                                     blocksW, k, kTiles);
+                ofX.start(address, &full[stage], k);
+                ofW.start(address + kConsumers * kPlaneBytes, &full[stage], k);
             }
         }
     } else {

@@ -122,6 +122,30 @@ __device__ __forceinline__ void copyBulk(uint32 shared, const void* global, uint
         : "memory");
 }
 
+// Bulk copies of kBlocks neighbouring blocks of tiles, k tile after k tile of kStep bytes; blocks behind the last copy it
+// again.
+template <int kBlocks, uint32 kStep>
+struct BlockCopies {
+    const uint8* source[kBlocks];
+
+    __device__ __forceinline__ BlockCopies(const uint8* tiles, int first, int last, int kTiles) {
+#pragma unroll
+        for (int b = 0; b < kBlocks; b++) source[b] = tiles + size_t(min(first + b, last)) * kTiles * kStep;
+    }
+    __device__ __forceinline__ void start(uint32 shared, uint64* full, int kTile) const {
+#pragma unroll
+        for (int b = 0; b < kBlocks; b++) copyBulk(shared + b * kStep, source[b] + kTile * kStep, kStep, full);
+    }
+};
+
+// True in one lane of the warp, all of which must call it. Behind it the compiler knows of a single lane and takes the
+// operands of bulk copies as they are; behind a comparison with a lane number it makes a loop over lanes of each copy.
+__device__ __forceinline__ bool electLane() {
+    uint32 elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+    return elected != 0;
+}
+
 // gridDim.x read anew: kept in a register across a main loop it would be spilled.
 __device__ __forceinline__ int blockCount() {
     int count;

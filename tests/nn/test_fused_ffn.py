@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, PhiConfig
 import quantkit
 from quantkit.bench.flatten_layers import random_flatten_linear
 from quantkit.bench.prefill import check_pairs
+from quantkit.bench.timing import FilledScalars
 from quantkit.errors import BenchError
 from quantkit.formats.flatten import FlattenSpec
 from quantkit.models.families import block_linears, linear_shape
@@ -245,7 +246,7 @@ def test_a_captured_pass_gives_the_same_bits(name: str) -> None:
     model, ids = _model(name, torch.device("cuda")), _ids(torch.device("cuda"), 3, 23)
     first, second = (model(ids, use_cache=False).logits for _ in range(2))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph), FilledScalars():
         captured = model(ids, use_cache=False).logits
     graph.replay()
     torch.cuda.synchronize()
