@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-CALIBRATION_WINDOWS, CALIBRATION_SEQ_LEN = 32, 512
+CALIBRATION_SEQ_LEN = 512
 ARTIFACT = "c.safetensors"
 
 
@@ -92,7 +92,7 @@ def markdown(document: dict[str, Any]) -> str:
 
 def calibrate(options: argparse.Namespace, work: Path) -> list[str]:
     """The command that makes the calibration; run where the artifact is not there yet."""
-    windows = ["--windows", str(CALIBRATION_WINDOWS), "--seq-len", str(CALIBRATION_SEQ_LEN)]
+    windows = ["--windows", str(options.windows), "--seq-len", str(CALIBRATION_SEQ_LEN)]
     arguments = ["calibrate", options.model, "--text", options.calibration_text, *windows]
     if not (work / ARTIFACT).exists():
         run(*arguments, "--out", str(work / ARTIFACT))
@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--name", help="how the model is called in the results; by default as given")
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration-text", required=True)
+    parser.add_argument("--windows", type=int, default=32, help="of the calibration text, 512 tokens each")
     parser.add_argument("--work", type=Path, help="folder to keep the calibration and the checkpoints in")
     parser.add_argument("--recipes", required=True, help="comma-separated")
     parser.add_argument("--seq-len", type=int, default=2048)
