@@ -1,8 +1,8 @@
-"""Device time that a call adds behind another kernel, L2 cold, for choosing between kernels; bench/ has full rules."""
+"""Device time that a call adds behind another, L2 cold, for choosing between kernels; bench/ has the full rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from statistics import median
 from typing import Any
@@ -26,28 +26,30 @@ def flush_l2(device: torch.device) -> None:
     _flush_buffer(device).zero_()
 
 
-def cold_seconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Median device time that ``call`` adds to a flush of L2 before it.
+def cold_seconds(before: Callable[[], Any], call: Callable[[], Any], device: torch.device) -> float:
+    """Median device time that ``call`` adds to ``before``, after a flush of L2.
 
-    So its launch is hidden behind that kernel as it is behind others in a model, which matters at microseconds.
+    before: the same work on other memory. In a model kernels follow each other, and what they hide of each other's
+    launches and first reads is as long as a small product.
     """
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         for _ in range(_WARM_UP):
+            before()
             call()
         for _ in range(_LEAD):
             flush_l2(device)
-        pairs = [(_span(None, device), _span(call, device)) for _ in range(_REPEATS)]
+        pairs = [(_span((before,), device), _span((before, call), device)) for _ in range(_REPEATS)]
         torch.cuda.synchronize()
-        bare, full = (median(start.elapsed_time(end) for start, end in spans) for spans in zip(*pairs, strict=True))
-    return max(full - bare, 0.0) / 1e3
+        alone, both = (median(start.elapsed_time(end) for start, end in spans) for spans in zip(*pairs, strict=True))
+    return max(both - alone, 0.0) / 1e3
 
 
-def _span(call: Callable[[], Any] | None, device: torch.device) -> tuple[Any, Any]:
+def _span(calls: Sequence[Callable[[], Any]], device: torch.device) -> tuple[Any, Any]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
     flush_l2(device)
-    if call is not None:
+    start.record()
+    for call in calls:
         call()
     end.record()
     return start, end

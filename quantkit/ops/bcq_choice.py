@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from math import log2
 from pathlib import Path
@@ -89,10 +90,11 @@ def ensure_measured(weight: BcqTiles) -> None:
     if name in _table().get(gpu, {}):
         return
     best: dict[str, str] = {}
+    other = _copy(weight)
     for tokens in ROW_CLASSES:
         x = torch.randn(tokens, columns, dtype=torch.float16, device=device)
         seconds = {
-            kernel: cold_seconds(_call(kernel, x, weight), device)
+            kernel: cold_seconds(_call(kernel, x, other), _call(kernel, x, weight), device)
             for kernel in candidates(x.dtype, weight.group_size, columns)
             if kernel != LUT or tokens <= _FEW_ROWS
         }
@@ -100,6 +102,11 @@ def ensure_measured(weight: BcqTiles) -> None:
     table = {**_table(), gpu: {**_table().get(gpu, {}), name: best}}
     write_whole(cache_folder() / _TABLE, (json.dumps(table, indent=1) + "\n").encode())
     _table.cache_clear()
+
+
+def _copy(weight: BcqTiles) -> BcqTiles:
+    factors = None if weight.factor_tiles is None else weight.factor_tiles.clone()
+    return replace(weight, tiles=weight.tiles.clone(), scale_tiles=weight.scale_tiles.clone(), factor_tiles=factors)
 
 
 def _call(kernel: str, x: Tensor, weight: BcqTiles) -> Callable[[], Tensor]:

@@ -1,4 +1,5 @@
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from quantkit.errors import KernelError
 from quantkit.ops import bcq_choice
 from quantkit.ops.bcq_choice import choose, shape_class
 from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, LUT
+from quantkit.ops.bcq_tiles import BcqTiles
+from tests.ops.bcq_cases import random_weight
 
 GPU = "Some GPU"
 
@@ -51,6 +54,39 @@ def test_the_table_decides_and_an_edit_overrides(table: Path) -> None:
     table.write_text(table.read_text().replace('"1": "bcq_binary_gemv"', '"1": "bcq_lut_gemv"'))
     bcq_choice._table.cache_clear()
     assert choose(x(1), 4, 4096, 128) == LUT
+
+
+@pytest.mark.parametrize("scale_bits", [16, 8])
+def test_a_new_class_is_measured_on_two_copies_of_the_weight(
+    table: Path, monkeypatch: pytest.MonkeyPatch, scale_bits: int
+) -> None:
+    """Every kernel that can run a row class is timed behind itself; the fastest of each is written down."""
+    weight = random_weight(2, 32, 256, 64, offset=True, scale_bits=scale_bits).tiled()
+    seconds = {BINARY: 2.0, LUT: 1.0, DEQUANTIZE: 1.5}
+    timed: list[tuple[str, BcqTiles]] = []
+
+    def product(kernel: str, given: torch.Tensor, multiplied: BcqTiles, *_: object, settled: bool) -> None:
+        assert settled
+        timed.append((kernel, multiplied))
+
+    def cold_seconds(before: Callable[[], None], call: Callable[[], None], _: torch.device) -> float:
+        before()
+        call()
+        (first, other), (kernel, own) = timed[-2:]
+        assert first == kernel
+        assert own is weight
+        assert other.tiles.data_ptr() != own.tiles.data_ptr()
+        assert torch.equal(other.tiles, own.tiles)
+        return seconds[kernel]
+
+    monkeypatch.setattr(bcq_choice, "product", product)
+    monkeypatch.setattr(bcq_choice, "cold_seconds", cold_seconds)
+    bcq_choice.ensure_measured(weight)
+    (rows,) = json.loads(table.read_text())[GPU].values()
+    assert rows == dict.fromkeys(("1", "2", "4", "8"), LUT) | dict.fromkeys(("16", "32", "64"), DEQUANTIZE)
+    count = len(timed)
+    bcq_choice.ensure_measured(weight)
+    assert len(timed) == count
 
 
 @pytest.mark.parametrize("content", ["{", '{"Some GPU": {"q": {"1": "nonsense"}}}'], ids=["json", "kernel"])

@@ -34,7 +34,6 @@ def test_rows_say_where_and_how(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A row of another machine is kept as it is; the new ones carry this one, and settings reach quantize."""
-    monkeypatch.setattr(table, "CALIBRATION_WINDOWS", 2)
     monkeypatch.setattr(table, "CALIBRATION_SEQ_LEN", 16)
     monkeypatch.setattr(table, "run", in_process)
     document = tmp_path / "t.json"
@@ -42,7 +41,7 @@ def test_rows_say_where_and_how(
     kept = {"recipe": "original", "environment": {"device": "elsewhere"}, "evaluation": score}
     document.write_text(json.dumps({"rows": [kept]}))
     arguments = [str(tiny_model("opt")), "--name", "tiny", "--text", str(text_file), "--seq-len", "16"]
-    arguments += ["--calibration-text", str(text_file), "--work", str(tmp_path / "work")]
+    arguments += ["--calibration-text", str(text_file), "--windows", "2", "--work", str(tmp_path / "work")]
     arguments += ["--recipes", "rtn-w4-g128+group_size=32", "--max-windows", "2", "--json", str(document)]
     monkeypatch.setattr(sys, "argv", ["quality_table.py", *arguments])
     table.main()
