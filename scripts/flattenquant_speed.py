@@ -45,7 +45,8 @@ from quantkit.ops.flatten import (
 BEGIN, END = "<!-- speed: begin -->", "<!-- speed: end -->"
 INT8_PEAKS = {"NVIDIA H200": 1.928e15}  # measured with warpgroup products alone, operations/s
 TOKENS, EXTENDED = 8 * 2048, 1024
-GEMMS = ((TOKENS, 5120, 5120), (8192, 8192, 8192), (TOKENS, 4096, 4096), (TOKENS, 4096, 4096 + EXTENDED))
+EXTENDED_GEMM = (TOKENS, 4096, 4096 + EXTENDED)
+GEMMS = ((TOKENS, 5120, 5120), (8192, 8192, 8192), (TOKENS, 4096, 4096), EXTENDED_GEMM)
 FIG4 = (("opt-13b", (1, 8, 32), (256, 512, 1024, 2048)), ("opt-30b", (1, 8), (256, 512, 1024, 2048)))
 LENGTHS_TABLE6 = (512, 1024, 2048)
 LINEAR_MODELS = ("opt-13b", "opt-30b")
@@ -154,7 +155,7 @@ def kernels(device: torch.device) -> Iterator[dict[str, Any]]:
     yield _flatten(TOKENS, 5120, 1120, device)
     yield _flatten(TOKENS, 20480, 4416, device)
     for shape in GEMMS:
-        if shape[2] != 4096 + EXTENDED:
+        if shape != EXTENDED_GEMM:
             yield from (_baseline(name, shape, device) for name in ("fp16", "torch._int_mm", "fp8"))
         yield _gemm(shape, device)
         if shape in GEMMS[:2]:

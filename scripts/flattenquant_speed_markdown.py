@@ -104,8 +104,12 @@ def _prefill(name: str, rows: list[Row]) -> str:
         row = cells[("flatten-o1", *size)]
         return "" if row["ms"] is None else f"{row['tokens_per_second']:.0f}, {row['tera_ops']:.0f}"
 
-    lines = [[str(size[0]), str(size[1]), *(cell(m, size) for m in METHODS), rate(size)] for size in sizes]
-    columns = ("batch", "tokens", *METHODS, "O1: tokens/s, 10^12 operations/s")
+    def memory(size: tuple[int, int]) -> str:
+        peak, base = (cells[(method, *size)]["peak_memory_bytes"] for method in ("flatten-o3", "fp16"))
+        return "" if peak is None else f"{peak / 1e9:.1f}" + ("" if base is None else f" ({peak / base:.1%} of fp16)")
+
+    lines = [[str(b), str(n), *(cell(m, (b, n)) for m in METHODS), rate((b, n)), memory((b, n))] for b, n in sizes]
+    columns = ("batch", "tokens", *METHODS, "O1: tokens/s, 10^12 operations/s", "O3: peak memory GB")
     return _table(f"Fig 4: {name}, one context pass, ms (times fp16)", columns, lines)
 
 
