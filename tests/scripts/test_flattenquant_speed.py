@@ -22,7 +22,8 @@ def _script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def _prefill(method: str, ms: float | None) -> dict[str, Any]:
     row = {"model": "opt-13b", "method": method, "batch": 8, "length": 2048, "ms": ms}
-    return row | {"tokens_per_second": 1e3, "tera_ops": 800.0}
+    peak = {"fp16": 20_000_000_000, "flatten-o3": 9_000_000_000}.get(method)
+    return row | {"tokens_per_second": 1e3, "tera_ops": 800.0, "peak_memory_bytes": peak}
 
 
 def test_weights_are_counted_as_stored(script: ModuleType) -> None:
@@ -37,7 +38,7 @@ def test_weights_are_counted_as_stored(script: ModuleType) -> None:
 def test_tables_show_speed_over_fp16_and_what_does_not_fit(script: ModuleType) -> None:
     passes = [_prefill("fp16", 10.0), _prefill("smoothquant", 5.0), _prefill("flatten-o1", 8.0)]
     text = script.markdown({"command": "run", "environment": FACTS, "prefill": [*passes, _prefill("flatten-o3", None)]})
-    assert "| 8 | 2048 | 10.0 | 5.0 (2.00x) | 8.0 (1.25x) | does not fit | 1000, 800 |" in text
+    assert "| 8 | 2048 | 10.0 | 5.0 (2.00x) | 8.0 (1.25x) | does not fit | 1000, 800 | 9.0 (45.0% of fp16) |" in text
 
 
 def test_kernel_tables_have_the_papers_column(script: ModuleType) -> None:
