@@ -1,7 +1,8 @@
 """Which bcq kernel runs how many rows: measured once per GPU and shape class, kept in the user's cache.
 
-The table is ``kernels/bcq_choice.json`` in quantkit's cache folder: {GPU: {shape class: {rows: kernel}}}. Editing an
-entry overrides the choice; deleting one has it measured again when a layer of that class is next prepared.
+The table is ``kernels/bcq_choice.json`` in quantkit's cache folder: {GPU: {shape class: {rows: kernel}}}, where GPU is
+its name and a digest of the kernels, so that other kernels are measured anew. Editing an entry overrides the choice;
+deleting one has it measured again when a layer of that class is next prepared.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from hashlib import sha256
 from math import log2
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from quantkit.assets import cache_folder
 from quantkit.cuda.capability import BINARY_MMA, Support, support
+from quantkit.cuda.source import kernel_source
 from quantkit.cuda.timing import cold_seconds
 from quantkit.cuda.units import write_whole
 from quantkit.errors import KernelError
@@ -27,6 +30,7 @@ from quantkit.ops.bcq_tiles import BcqTiles
 
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
 _FEW_ROWS = 8
+_DIGEST = 8
 _TABLE = Path("kernels") / "bcq_choice.json"
 
 Choices = dict[str, dict[str, dict[str, str]]]
@@ -37,6 +41,13 @@ def shape_class(weight_bits: int, rows: int, columns: int, group_size: int, scal
     segment = binary_segment(group_size, columns) or "bytes"
     scales = f"-scales{scale_bits}" if scale_bits == CODE_BITS else ""
     return f"q{weight_bits}-s{segment}-n{round(log2(rows))}-k{round(log2(columns))}{scales}"
+
+
+@cache
+def gpu_key(device: torch.device) -> str:
+    """Under which a GPU's measurements stand in the table."""
+    sources = "".join(kernel_source(f"{kernel}.cu") for kernel in KERNELS)
+    return f"{torch.cuda.get_device_name(device)}, kernels {sha256(sources.encode()).hexdigest()[:_DIGEST]}"
 
 
 @cache
@@ -72,7 +83,7 @@ def choose(x: Tensor, weight_bits: int, out_features: int, group_size: int, scal
     usable = candidates(x.dtype, group_size, columns)
     if tokens > ROW_CLASSES[-1] or usable == (DEQUANTIZE,):
         return DEQUANTIZE
-    measured = _table().get(torch.cuda.get_device_name(x.device), {})
+    measured = _table().get(gpu_key(x.device), {})
     rows = measured.get(shape_class(weight_bits, out_features, columns, group_size, scale_bits))
     if rows is None:
         return _unmeasured(tokens, x.device, usable)
@@ -85,7 +96,7 @@ def ensure_measured(weight: BcqTiles) -> None:
     Fractions of a second per class. Raises KernelError where a kernel cannot be built.
     """
     device, columns = weight.tiles.device, weight.columns
-    gpu = torch.cuda.get_device_name(device)
+    gpu = gpu_key(device)
     name = shape_class(weight.weight_bits, weight.rows, columns, weight.group_size, weight.scale_bits)
     if name in _table().get(gpu, {}):
         return

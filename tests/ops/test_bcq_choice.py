@@ -7,12 +7,13 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.ops import bcq_choice
-from quantkit.ops.bcq_choice import choose, shape_class
+from quantkit.ops.bcq_choice import choose, gpu_key, shape_class
 from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, LUT
 from quantkit.ops.bcq_tiles import BcqTiles
 from tests.ops.bcq_cases import random_weight
 
 GPU = "Some GPU"
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -22,10 +23,12 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     bcq_choice._table.cache_clear()
+    bcq_choice.gpu_key.cache_clear()
     path = tmp_path / "quantkit" / "kernels" / "bcq_choice.json"
     path.parent.mkdir(parents=True)
     yield path
     bcq_choice._table.cache_clear()
+    bcq_choice.gpu_key.cache_clear()
 
 
 def x(rows: int, columns: int = 4096, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -49,7 +52,7 @@ def test_unmeasured_shapes_follow_the_capability_table(table: Path, monkeypatch:
 
 def test_the_table_decides_and_an_edit_overrides(table: Path) -> None:
     rows = {str(count): BINARY for count in (1, 2, 4, 8, 16)} | {"32": DEQUANTIZE, "64": DEQUANTIZE}
-    table.write_text(f'{{"{GPU}": {{"q4-s128-n12-k12": {str(rows).replace(chr(39), chr(34))}}}}}')
+    table.write_text(f'{{"{gpu_key(CPU)}": {{"q4-s128-n12-k12": {str(rows).replace(chr(39), chr(34))}}}}}')
     assert [choose(x(count), 4, 4096, 128) for count in (3, 9, 17, 65)] == [BINARY, BINARY, DEQUANTIZE, DEQUANTIZE]
     table.write_text(table.read_text().replace('"1": "bcq_binary_gemv"', '"1": "bcq_lut_gemv"'))
     bcq_choice._table.cache_clear()
@@ -82,11 +85,21 @@ def test_a_new_class_is_measured_on_two_copies_of_the_weight(
     monkeypatch.setattr(bcq_choice, "product", product)
     monkeypatch.setattr(bcq_choice, "cold_seconds", cold_seconds)
     bcq_choice.ensure_measured(weight)
-    (rows,) = json.loads(table.read_text())[GPU].values()
+    (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
     assert rows == dict.fromkeys(("1", "2", "4", "8"), LUT) | dict.fromkeys(("16", "32", "64"), DEQUANTIZE)
     count = len(timed)
     bcq_choice.ensure_measured(weight)
     assert len(timed) == count
+
+
+def test_what_other_kernels_took_does_not_count(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = gpu_key(CPU)
+    assert first.startswith(GPU)
+    table.write_text(json.dumps({first: {"q4-s128-n12-k12": dict.fromkeys(map(str, bcq_choice.ROW_CLASSES), LUT)}}))
+    assert choose(x(1), 4, 4096, 128) == LUT
+    monkeypatch.setattr(bcq_choice, "kernel_source", lambda file: "another kernel")
+    bcq_choice.gpu_key.cache_clear()
+    assert choose(x(1), 4, 4096, 128) == BINARY
 
 
 @pytest.mark.parametrize("content", ["{", '{"Some GPU": {"q": {"1": "nonsense"}}}'], ids=["json", "kernel"])
