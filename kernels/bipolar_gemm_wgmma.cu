@@ -228,7 +228,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             for (int index = blockIdx.x; index < tiles; index += blockCount(), turn++) {
                 int tileA, tileB;
                 tileAt(index, tilesA, tilesB, tileA, tileB);
-                // Asleep, not polling: three warps that poll for a whole tile take shared memory from the products.
+                // Asleep: there is nothing to poll for as long as a tile lasts.
                 if (turn >= kLineSets) namedSync(kLinesBarrier + lineSet(), kLineUsers);
                 Line* const ofA = lines[lineSet()];
                 Line* const ofB = ofA + T::kRows;

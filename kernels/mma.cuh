@@ -110,11 +110,6 @@ __device__ __forceinline__ void copyAsync16(uint32 shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// The same, keeping the line in L1 for the neighbours that read it again.
-__device__ __forceinline__ void copyAsync16Cached(uint32 shared, const void* global) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
 // The same, or 16 zero bytes.
 __device__ __forceinline__ void copyAsync16Or0(uint32 shared, const void* global, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(present ? 16 : 0)
