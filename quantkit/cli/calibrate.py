@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantkit.cli.common import JsonOption, check_json_path, print_facts, write_json
 from quantkit.errors import CalibrationError, DataError
+
+if TYPE_CHECKING:
+    from quantkit.calibration.artifact import Calibration
 
 
 def calibrate(
@@ -53,6 +56,10 @@ def calibrate(
         loaded, tokenizer = load_model(model, device=first_device())
         result = collect(loaded, tokenizer, corpus, name=model, windows=windows, seq_len=seq_len, seed=seed)
     save_calibration(result, out)
+    _show(result, out, json_path)
+
+
+def _show(result: Calibration, out: Path, json_path: Path | None) -> None:
     meta = result.meta
     print_facts(
         {
