@@ -55,6 +55,12 @@ METHOD_NAMES: tuple[MethodName, ...] = (
 )
 
 
+def method_names(methods: str, bits: str | None = None) -> list[str]:
+    """Names separated by commas; with ``bits`` each one with each of these: bipolar and w1a1,w2a2 are two names."""
+    names = methods.split(",")
+    return names if bits is None else [f"{name}-{width}" for name in names for width in bits.split(",")]
+
+
 def method_spec(name: str) -> Any:
     """The format spec that a method name stands for.
 

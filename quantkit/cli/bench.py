@@ -50,6 +50,7 @@ def _integers(option: str, text: str) -> tuple[int, ...]:
 def linear(
     shapes: Annotated[str, typer.Option(help="NxK or a name (opt-30b, nuqmm-table2, ...), separated by commas.")],
     method: Annotated[str, typer.Option(help="bcq-w4-g128, nuqmm-q2-grow, ...; separated by commas.")],
+    bits: Annotated[str | None, typer.Option(help="Added to each method: bipolar with w1a2,w2a2.")] = None,
     rows: Annotated[str, typer.Option(help="Rows of activations (tokens), separated by commas.")] = "1,8,512",
     device: DeviceOption = None,
     energy: Annotated[bool, typer.Option("--energy", help="Also read the GPU's energy counter.")] = False,
@@ -59,13 +60,14 @@ def linear(
     """One Linear in a packed format against the same Linear in floating point, timed in the same run."""
     check_json_path(json_path)
     from quantkit.bench.kernels import LinearBench, run_linear
+    from quantkit.bench.methods import method_names
     from quantkit.bench.report import check_plot_path, environment, plot_linear, to_json
     from quantkit.bench.shapes import parse_shapes
     from quantkit.bench.timing import peak_bandwidth
 
     check_plot_path(plot)
     where = _device(device)
-    bench = LinearBench(parse_shapes(shapes), method.split(","), _integers("--rows", rows), where, energy)
+    bench = LinearBench(parse_shapes(shapes), method_names(method, bits), _integers("--rows", rows), where, energy)
     facts = environment(where)
     results = list(run_linear(bench))
     print_facts(facts)

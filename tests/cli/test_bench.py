@@ -19,6 +19,14 @@ def test_linear_prints_a_row_per_case_and_writes_json(tmp_path: Path) -> None:
     assert (tmp_path / "bench.png").is_file()
 
 
+def test_widths_given_apart_make_one_method_each(tmp_path: Path) -> None:
+    out, cpu = tmp_path / "bench.json", ("--shapes", "32x64", "--rows", "1", "--device", "cpu")
+    result = run("bench", "linear", "--method", "bipolar", "--bits", "w1a2,w2a2", *cpu, "--json", out)
+    assert result.exit_code == 0, result.stderr
+    assert [row["method"] for row in json.loads(out.read_text())["results"]] == ["bipolar-w1a2", "bipolar-w2a2"]
+    assert "choose 1 to 8" in refusal("bench", "linear", "--method", "bipolar", "--bits", "w9a2", *cpu)
+
+
 def test_bad_requests_are_refused_in_one_line(tmp_path: Path) -> None:
     linear = ("bench", "linear", "--device", "cpu")
     assert "did you mean 'opt-30b'" in refusal(*linear, "--shapes", "opt-30", "--method", "bcq-w4-g128")
