@@ -52,6 +52,20 @@ __device__ __forceinline__ void byteMma32(int (&c)[4], uint4 a, uint32 b0, uint3
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
+// D = C + A B on signed bytes: lanes and registers as byteMma32.
+__device__ __forceinline__ void signedMma32(int (&d)[4], const int (&c)[4], uint4 a, uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+}
+
+// 2 to the x, off by at most 2 units in the last place; 0 for -inf.
+__device__ __forceinline__ float powerOf2(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
 // Four 8 x 16-byte matrices from shared memory: lane l gives the address of row l % 8 of matrix l / 8, and gets bytes
 // 4 (l % 4) .. of row l / 4 of each.
 __device__ __forceinline__ uint4 loadMatrices(uint32 shared) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from quantkit.cuda.attention_units import attention_units
 from quantkit.cuda.bcq_units import bcq_units
 from quantkit.cuda.bipolar_units import bipolar_units
 from quantkit.cuda.decode_units import decode_units
@@ -17,6 +18,7 @@ INSTANCES: dict[str, Callable[[int, int], Iterator[CompileUnit]]] = {
     "bipolar": bipolar_units,
     "decode": decode_units,
     "flatten": flatten_units,
+    "attention": attention_units,
 }
 
 

@@ -8,8 +8,8 @@ transformers, so it serves every model that takes one. Codes lie in -127..127:
 Deviation: the paper does not say how P is scaled. One scale for finished probabilities rounds those below 1/254 to
 zero, and with them a row that looks at many tokens alike; scaled before they are divided, such a row keeps them all.
 
-The integer products are computed in fp32, exactly, piece by piece where a sum could pass 2^24: the results are those of
-INT8 units, but not their speed. So far the switch saves no time; it shows what INT8 attention costs in accuracy.
+The arithmetic is the op quantkit::int8_attention (ops/int8_attention.py): INT8 products on a GPU, elsewhere the same
+integers held in fp32. Masks are those of transformers' sdpa function: none at all where a causal one says it all.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask
+from transformers.masking_utils import sdpa_mask
 
 from quantkit.checkpoint.config import ATTENTION_BITS, AttentionScales
 from quantkit.errors import ModelError
+from quantkit.ops.int8_attention import MOST
+from quantkit.ops.int8_attention import int8_attention as int8_attention_op
 from quantkit.progress import track
 
 _NAME, _OBSERVING = "quantkit_int8", "quantkit_observing"
 _SCALES, _PEAKS = "quantkit_attention_scales", "quantkit_attention_peaks"
-_MOST = 127
-_EXACT_TERMS = 1024  # products of two codes whose sum stays below 2^24, fp32's integers
-_CHANGE_SCORES = ("softcap", "s_aux")  # logit caps and sinks, of a few families
+_CHANGE_SCORES = ("softcap", "s_aux", "position_bias")  # logit caps, sinks and learned distances, of a few families
 
 
 def check_supported(model: Any) -> None:
@@ -62,7 +62,7 @@ def calibrate(model: Any, windows: Tensor) -> dict[str, AttentionScales]:
     for name, module in model.named_modules():
         peaks = module.__dict__.pop(_PEAKS, None)
         if peaks is not None:
-            steps = (peaks.clamp(min=torch.finfo(torch.float32).tiny) / _MOST).tolist()
+            steps = (peaks.clamp(min=torch.finfo(torch.float32).tiny) / MOST).tolist()
             scales[name] = AttentionScales(*steps)
     if not scales:
         raise ModelError(f"{type(model).__name__}: no attention module called the attention function")
@@ -94,27 +94,28 @@ def int8_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """query [B, H, M, D]; key, value [B, H or fewer, T, D]; mask [B, 1, M, T], added to the scores -> [B, M, H, D].
+    """query [B, H, M, D]; key, value [B, H or fewer, T, D] -> [B, M, H, D].
 
-    dropout is of training, which quantized checkpoints refuse. Raises ModelError for options that change the scores.
+    attention_mask: [B or 1, 1, M, T], bool or added to the scores. Without one, several rows see the keys up to their
+    own where is_causal or else the module says so, as in transformers' sdpa function; keys behind them are of a cache
+    that is not yet full. dropout is of training, which quantized checkpoints refuse.
+    Raises ModelError for options that change the scores.
     """
     for name in _CHANGE_SCORES:
         if options.get(name) is not None:
             raise ModelError(f"attention_bits: {ATTENTION_BITS} knows no {name}, which this model's attention uses")
     scales: AttentionScales = getattr(module, _SCALES)
-    repeats = query.shape[1] // key.shape[1]
-    query_codes = _codes(query, scales.query)
-    key_codes = _codes(key, scales.key).repeat_interleave(repeats, dim=1)
-    value_codes = _codes(value, scales.value).repeat_interleave(repeats, dim=1)
-    step = scales.query * scales.key * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = _integer_product(query_codes, key_codes.transpose(-1, -2)) * step
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True)).mul_(_MOST).round_()
-    output = _integer_product(weights, value_codes) * (scales.value / weights.sum(dim=-1, keepdim=True))
-    return output.to(query.dtype).transpose(1, 2).contiguous(), None
+    rows = query.shape[2]
+    said = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = rows > 1 and attention_mask is None and bool(said)
+    if causal and key.shape[2] > rows:
+        key, value = key[:, :, :rows], value[:, :, :rows]
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    steps = [scales.query, scales.key, scales.value]
+    return int8_attention_op(query, key, value, attention_mask, steps, factor, causal), None
 
 
 def _observe(
@@ -126,21 +127,7 @@ def _observe(
     return sdpa_attention_forward(module, query, key, value, *arguments, **options)
 
 
-def _codes(x: Tensor, step: float) -> Tensor:
-    """Integers in fp32."""
-    return (x.float() / step).round_().clamp_(-_MOST, _MOST)
-
-
-def _integer_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of integer codes in fp32, summed exactly."""
-    if a.shape[-1] <= _EXACT_TERMS:
-        return a @ b
-    pieces = zip(a.split(_EXACT_TERMS, dim=-1), b.split(_EXACT_TERMS, dim=-2), strict=True)
-    first, *rest = ((left @ right).double() for left, right in pieces)
-    return sum(rest, first).float()
-
-
 AttentionInterface.register(_NAME, int8_attention)
 AttentionInterface.register(_OBSERVING, _observe)
-for _name in (_NAME, _OBSERVING):  # a mask that is added to the scores
-    AttentionMaskInterface.register(_name, eager_mask)
+for _name in (_NAME, _OBSERVING):  # a bool mask, or none where attention is plainly causal
+    AttentionMaskInterface.register(_name, sdpa_mask)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from transformers import AutoModel, AutoModelForCausalLM
 import quantkit
 from quantkit.checkpoint.config import AttentionScales
 from quantkit.errors import CalibrationError, ModelError, RecipeError
+from quantkit.integrations import int8_attention as integration
 from quantkit.integrations.int8_attention import calibrate, install, int8_attention
 from quantkit.models.loading import load_model
+from quantkit.ops.int8_attention import int8_attention_reference
 from quantkit.quantize import quantize_model
 from quantkit.recipe import load_recipe
 
@@ -29,6 +32,7 @@ TINY_LOGITS_RTOL = 0.02  # of the logits' spread, two blocks
 
 def _module(*steps: float) -> nn.Module:
     module = nn.Module()
+    module.is_causal = False  # type: ignore[assignment]
     module.quantkit_attention_scales = AttentionScales(*steps)  # type: ignore[assignment]
     return module
 
@@ -94,7 +98,7 @@ def test_nan_reaches_the_output() -> None:
     assert not output[1].isnan().any()
 
 
-@pytest.mark.parametrize("option", ["softcap", "s_aux"])
+@pytest.mark.parametrize("option", ["softcap", "s_aux", "position_bias"])
 def test_options_that_change_the_scores_are_refused(option: str) -> None:
     with pytest.raises(ModelError, match=option):
         int8_attention(_module(1, 1, 1), *_operands(4), None, **{option: 30.0})  # type: ignore[arg-type]
@@ -133,6 +137,58 @@ def test_decoding_with_a_cache_gives_the_tokens_of_full_passes(
         for cached in (True, False)
     ]
     assert torch.equal(*made)
+
+
+@pytest.mark.parametrize("family", WITH_FUNCTION)
+def test_padding_in_front_changes_nothing(family: str, tiny_model: TinyModel) -> None:
+    model, _ = load_model(str(tiny_model(family)))
+    install(model, calibrate(model, torch.arange(64).view(2, 32)))
+    padded = torch.nn.functional.pad(PROMPT, (3, 0))
+    seen = (torch.arange(padded.shape[1]) >= 3).long()[None]
+    positions = (seen.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        alone = model(PROMPT).logits
+        behind = model(padded, attention_mask=seen, position_ids=positions).logits[:, 3:]
+    assert (behind - alone).abs().max() < TINY_LOGITS_RTOL * alone.std()
+
+
+def test_chunks_of_a_prompt_give_the_logits_of_the_whole(tiny_model: TinyModel) -> None:
+    model, _ = load_model(str(tiny_model("llama")))
+    install(model, calibrate(model, torch.arange(64).view(2, 32)))
+    with torch.no_grad():
+        first = model(PROMPT[:, :3], use_cache=True)
+        rest = model(PROMPT[:, 3:], past_key_values=first.past_key_values)
+        whole = model(PROMPT).logits
+    logits = torch.cat((first.logits, rest.logits), dim=1)
+    assert (logits - whole).abs().max() < TINY_LOGITS_RTOL * whole.std()
+
+
+def test_no_mask_is_made_where_attention_is_plainly_causal(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masks: list[tuple[bool, bool]] = []
+
+    def watched(*given: Any) -> Tensor:
+        masks.append((given[3] is not None, given[6]))
+        return int8_attention_reference(*given)
+
+    monkeypatch.setattr(integration, "int8_attention_op", watched)
+    model, _ = load_model(str(tiny_model("llama")))
+    install(model, calibrate(model, torch.arange(64).view(2, 32)))
+    model(PROMPT)
+    assert set(masks) == {(False, True)}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("family", WITH_FUNCTION)
+def test_a_gpu_computes_what_a_cpu_does(family: str, tiny_model: TinyModel) -> None:
+    model, _ = load_model(str(tiny_model(family)))
+    install(model, calibrate(model, torch.arange(64).view(2, 32)))
+    with torch.no_grad():
+        expected = model(PROMPT).logits
+        model.to("cuda")
+        got = model(PROMPT.to("cuda")).logits.cpu()
+    assert (got - expected).abs().max() < TINY_LOGITS_RTOL * expected.std()
 
 
 def test_base_model_loads_its_scales_too(tiny_model: TinyModel, calibrated: TinyModel, tmp_path: Path) -> None:
