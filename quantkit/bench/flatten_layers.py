@@ -21,8 +21,10 @@ FLATTEN_SHARES = {  # FlattenQuant Table 4: INT4 layers of O2 and O3, extended c
     "opt-66b": (0.4737, 0.2165),
 }
 _OTHER_SHARES = FLATTEN_SHARES["opt-30b"]
-METHODS = ("fp16", "smoothquant", "flatten-o1", "flatten-o3")
-"""What ``bench prefill --method`` may name; flatten-o2 has the sizes of flatten-o3."""
+LINEAR_METHODS = ("fp16", "smoothquant", "flatten-o1", "flatten-o3")
+INT8_ATTENTION = "flatten-o1-int8-attention"
+METHODS = (*LINEAR_METHODS, INT8_ATTENTION)
+"""What ``bench prefill --method`` may name; flatten-o2 has the sizes of flatten-o3, INT8_ATTENTION those of O1."""
 
 _LARGEST_INPUT = 4.0  # activations are roughly normal with deviation 1
 _WEIGHT_DEVIATION = 0.02

@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quantkit.bench.attention import check_int8_attention, head_shape, install_int8_attention
 from quantkit.bench.decode import shaped_model
 from quantkit.bench.flatten_layers import (
+    INT8_ATTENTION,
     METHODS,
     check_flatten_linear,
     check_fused_pair,
@@ -144,7 +146,7 @@ def prefill_model(name: str, shape: ModelShape, method: str, device: torch.devic
     del blocks[0]
     linears = [name for name, module in template.named_modules() if isinstance(module, nn.Linear)]
     for layer in range(shape.layers):
-        block = copy.deepcopy(template)
+        block = copy.deepcopy(template, {id(model.config): model.config})  # one config says how all attend
         for index, linear_name in enumerate(linears, start=layer * len(linears)):
             module = block.get_submodule(linear_name)
             assert isinstance(module, nn.Linear)
@@ -158,6 +160,8 @@ def prefill_model(name: str, shape: ModelShape, method: str, device: torch.devic
         blocks.append(block)
     model.config.num_hidden_layers = shape.layers
     fuse_chains(model)
+    if method == INT8_ATTENTION:
+        install_int8_attention(model)
     return model
 
 
@@ -168,6 +172,8 @@ def _run_model(bench: PrefillBench, method: str, model: Any) -> Iterator[Prefill
     share = len(int4) / len(linears) if linears else 0.0
     check_linears(model, method)
     check_pairs(model, method)
+    if method == INT8_ATTENTION:
+        check_int8_attention(method, head_shape(model), next(model.parameters()))
     for batch, length in sorted((b, s) for b in bench.batches for s in bench.lengths):
         _release(bench.device)
         try:

@@ -135,7 +135,9 @@ def _print_decode(results: list[DecodeResult]) -> None:
 @app.command()
 def prefill(
     model: Annotated[str, typer.Argument(help="A shape's name (opt-13b, opt-30b, ...) or a folder.")],
-    method: Annotated[str, typer.Option(help="With a shape: fp16, smoothquant, flatten-o1, flatten-o3.")] = "",
+    method: Annotated[
+        str, typer.Option(help="With a shape: fp16, smoothquant, flatten-o1, flatten-o3, flatten-o1-int8-attention.")
+    ] = "",
     batch: Annotated[str, typer.Option(help="Sequences at once, separated by commas.")] = "1,8",
     seq: Annotated[str, typer.Option(help="Tokens per sequence, separated by commas.")] = "256,2048",
     device: DeviceOption = None,

@@ -5,8 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.bench import prefill, shapes
-from quantkit.bench.flatten_layers import check_flatten_linear, exact_sums, flatten_spec, random_flatten_linear
+from quantkit.bench import attention, prefill, shapes
+from quantkit.bench.flatten_layers import (
+    INT8_ATTENTION,
+    check_flatten_linear,
+    exact_sums,
+    flatten_spec,
+    random_flatten_linear,
+)
 from quantkit.bench.prefill import PrefillBench, check_linears, check_pairs, multiply_adds, prefill_model, run_prefill
 from quantkit.bench.shapes import ModelShape
 from quantkit.errors import BenchError
@@ -52,13 +58,30 @@ def test_every_blocks_ffn_is_a_fused_pair() -> None:
 
 
 def test_every_method_is_timed_at_every_size() -> None:
-    methods = ("fp16", "smoothquant", "flatten-o1", "flatten-o3")
+    methods = ("fp16", "smoothquant", "flatten-o1", "flatten-o3", INT8_ATTENTION)
     results = list(run_prefill(PrefillBench("tiny", methods, (1, 2), (4, 8), CPU)))
     assert [(r.method, r.batch, r.length) for r in results[:4]] == [("fp16", b, s) for b in (1, 2) for s in (4, 8)]
-    assert len(results) == 16
+    assert len(results) == 20
     assert all(r.ms is not None and r.ms > 0 and r.repeats >= 2 for r in results)
     weights = {r.method: r.weight_bytes for r in results}
     assert weights["flatten-o3"] < weights["flatten-o1"] < weights["fp16"]
+
+
+def test_int8_attention_is_in_every_block() -> None:
+    model = prefill_model("tiny", TINY, INT8_ATTENTION, CPU)
+    attentions = [m for m in model.modules() if hasattr(m, "quantkit_attention_scales")]
+    assert len(attentions) == 3
+    ids = torch.arange(20, 36)[None]
+    with torch.no_grad():
+        logits = model(ids).logits
+        model.set_attn_implementation("sdpa")
+        assert not torch.equal(model(ids).logits, logits)
+
+
+def test_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "int8_attention", lambda query, *rest: torch.zeros_like(query).transpose(1, 2))
+    with pytest.raises(BenchError, match=r"INT8 attention differs in 100\.0% of the rows"):
+        list(run_prefill(PrefillBench("tiny", (INT8_ATTENTION,), (1,), (4,), CPU)))
 
 
 def test_untimed_runs_measure_memory_alone() -> None:
@@ -120,6 +143,6 @@ def test_a_pass_is_a_graph_on_a_gpu() -> None:
     assert all(pair.is_ready() for pair in fused_pairs(model).values())
     check_linears(model, "flatten-o3")
     check_pairs(model, "flatten-o3")
-    (result,) = run_prefill(PrefillBench("tiny", ("flatten-o3",), (2,), (8,), device))
-    assert result.ms is not None
-    assert result.peak_memory_bytes
+    for result in run_prefill(PrefillBench("tiny", ("flatten-o3", INT8_ATTENTION), (2,), (8,), device)):
+        assert result.ms is not None
+        assert result.peak_memory_bytes
