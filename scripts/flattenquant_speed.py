@@ -23,7 +23,8 @@ import torch
 from flattenquant_speed_markdown import markdown
 from torch import Tensor, nn
 
-from quantkit.bench.flatten_layers import METHODS, exact_sums, flatten_spec
+from quantkit.bench.attention import HeadShape, check_int8_attention, code_steps, random_heads
+from quantkit.bench.flatten_layers import LINEAR_METHODS, METHODS, exact_sums, flatten_spec
 from quantkit.bench.prefill import PrefillBench, check_linears, prefill_model, run_prefill
 from quantkit.bench.report import environment
 from quantkit.bench.shapes import model_linears, model_shape
@@ -41,15 +42,20 @@ from quantkit.ops.flatten import (
     tile_codes,
     untile_codes,
 )
+from quantkit.ops.int8_attention import int8_attention
 
 BEGIN, END = "<!-- speed: begin -->", "<!-- speed: end -->"
 INT8_PEAKS = {"NVIDIA H200": 1.928e15}  # measured with warpgroup products alone, operations/s
+INT8_WARP_PEAKS = {"NVIDIA H200": 1.156e15}  # the same with warp products
 TOKENS, EXTENDED = 8 * 2048, 1024
 EXTENDED_GEMM = (TOKENS, 4096, 4096 + EXTENDED)
 GEMMS = ((TOKENS, 5120, 5120), (8192, 8192, 8192), (TOKENS, 4096, 4096), EXTENDED_GEMM)
 FIG4 = (("opt-13b", (1, 8, 32), (256, 512, 1024, 2048)), ("opt-30b", (1, 8), (256, 512, 1024, 2048)))
 LENGTHS_TABLE6 = (512, 1024, 2048)
 LINEAR_MODELS = ("opt-13b", "opt-30b")
+HEADS = (HeadShape(40, 40, 128), HeadShape(32, 8, 128))  # of OPT-13B and of Llama-3-8B
+SEQUENCES = ((8, 2048), (1, 2048))
+_PRODUCTS = 3  # of codes: Q K^T twice, P V
 SAMPLE_BLOCKS = 4  # of OPT-66B, whose activations are measured and whose weights are counted
 _CHECKED_ROWS = 8
 _DEVIATION = 40.0  # of codes; uniform ones over the whole range draw more power
@@ -168,7 +174,7 @@ def kernels(device: torch.device) -> Iterator[dict[str, Any]]:
 def linears(device: torch.device) -> Iterator[dict[str, Any]]:
     """All Linears of a block at 8 x 2048 tokens, activations quantized by each; two blocks are timed."""
     for name in LINEAR_MODELS:
-        for method in METHODS:
+        for method in LINEAR_METHODS:
             model = prefill_model(name, replace(model_shape(name), layers=2), method, device)
             check_linears(model, method)
             wanted = (nn.Linear, QuantizedLinear)
@@ -180,6 +186,34 @@ def linears(device: torch.device) -> Iterator[dict[str, Any]]:
             timing = _time([partial(module, inputs[module.in_features]) for module in modules], device)
             milliseconds = timing.median * 1e3 * len(modules) / 2
             yield {"model": name, "method": method, "tokens": TOKENS, "block_ms": round(milliseconds, 3)}
+
+
+def attention(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Causal attention, quantizing included, beside torch's in fp16."""
+    like = torch.empty(0, dtype=torch.float16, device=device)
+    for shape in HEADS:
+        check_int8_attention(f"{shape.heads}/{shape.kv_heads} heads", shape, like)
+        for batch, length in SEQUENCES:
+            moved = 2 * batch * length * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
+            count = rotation_length(moved, device)
+            sets = [random_heads(shape, batch, length, like) for _ in range(count)]
+            steps, scaling = code_steps(*sets[0]), shape.head_dim**-0.5
+            shared = shape.heads != shape.kv_heads
+            kinds: dict[str, Callable[..., Tensor]] = {
+                "fp16": partial(nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=shared),
+                "int8": lambda q, k, v: int8_attention(q, k, v, None, steps, scaling, True),  # noqa: B023
+            }
+            pairs = batch * shape.heads * length * (length + 1) // 2  # of a row and a key that it sees
+            for what, call in kinds.items():
+                timing = _time([partial(call, *operands) for operands in sets], device)
+                rate = 4 * pairs * shape.head_dim / timing.median
+                entry = {"what": what, **asdict(shape), "batch": batch, "length": length}
+                entry |= {"us": round(timing.median * 1e6, 1), "p90_us": round(timing.p90 * 1e6, 1)}
+                entry["tera_ops"] = round(rate / 1e12)
+                peak = INT8_WARP_PEAKS.get(torch.cuda.get_device_name(device))
+                if what == "int8" and peak is not None:
+                    entry["peak_percent"] = round(100 * rate * _PRODUCTS / 2 / peak, 1)
+                yield entry
 
 
 def weight_bytes(name: str, method: str, blocks: int) -> int:
@@ -198,7 +232,7 @@ def memory(device: torch.device) -> Iterator[dict[str, Any]]:
     """Table 6: OPT-30B whole; OPT-66B from some blocks, the weights of the others counted."""
     total = torch.cuda.get_device_properties(device).total_memory
     for name, layers in (("opt-30b", None), ("opt-66b", SAMPLE_BLOCKS)):
-        methods = [method for method in METHODS if method != "flatten-o1"]
+        methods = [method for method in LINEAR_METHODS if method != "flatten-o1"]
         sample = name if layers is None else f"{name}, {layers} blocks"
         for method in methods:
             bench = PrefillBench(name, (method,), (1, 8, 32), LENGTHS_TABLE6, device, timed=False, layers=layers)
@@ -217,6 +251,7 @@ def run(device: torch.device, parts: Sequence[str]) -> dict[str, Any]:
     makers: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "kernels": lambda: kernels(device),
         "linears": lambda: linears(device),
+        "attention": lambda: attention(device),
         "prefill": lambda: (
             asdict(result)
             for name, batches, lengths in FIG4
@@ -236,7 +271,7 @@ def run(device: torch.device, parts: Sequence[str]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="measure and write this document")
-    parser.add_argument("--only", default="kernels,linears,prefill,memory", help="parts to measure")
+    parser.add_argument("--only", default="kernels,linears,attention,prefill,memory", help="parts to measure")
     parser.add_argument("--render", type=Path, help="a document measured before")
     parser.add_argument("--markdown", type=Path, help="replace the tables between the marks of this file")
     options = parser.parse_args()

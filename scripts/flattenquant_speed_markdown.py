@@ -16,7 +16,7 @@ PAPER_TABLE6 = {
     ("opt-66b", "flatten-o3"): (53.7, 55.4, 60.2, 56.2, 59.6, 60.1, 55.4, 61.2, 70.5),
 }
 SIZES_TABLE6 = [(batch, length) for length in (512, 1024, 2048) for batch in (1, 8, 32)]
-METHODS = ("fp16", "smoothquant", "flatten-o1", "flatten-o3")
+METHODS = ("fp16", "smoothquant", "flatten-o1", "flatten-o3", "flatten-o1-int8-attention")
 _ROWS5, _CHANNELS5 = 16384, 4096
 
 Row = dict[str, Any]
@@ -31,6 +31,8 @@ def markdown(document: dict[str, Any]) -> str:
         parts += [_table5(document["kernels"]), _flattening(document["kernels"]), _products(document["kernels"])]
     if "linears" in document:
         parts.append(_linears(document["linears"]))
+    if "attention" in document:
+        parts.append(_attention(document["attention"]))
     if "prefill" in document:
         names = dict.fromkeys(row["model"] for row in document["prefill"])
         parts += [_prefill(name, [r for r in document["prefill"] if r["model"] == name]) for name in names]
@@ -89,9 +91,26 @@ def _linears(rows: list[Row]) -> str:
     return _table("Linears of one block, 8 x 2048 tokens, flattening included", columns, lines)
 
 
+def _attention(rows: list[Row]) -> str:
+    def problem(row: Row) -> tuple[str, str]:
+        heads = f"{row['heads']} x {row['head_dim']}"
+        shared = "" if row["heads"] == row["kv_heads"] else f", {row['kv_heads']} of K and V"
+        return f"{row['batch']} x {row['length']}", heads + shared
+
+    fp16 = {problem(r): r["us"] for r in rows if r["what"] == "fp16"}
+    lines = []
+    for r in rows:
+        percent = f"{r['peak_percent']:.0f} %" if "peak_percent" in r else ""
+        faster = f"{fp16[problem(r)] / r['us']:.2f}"
+        lines.append([*problem(r), r["what"], f"{r['us']:.0f}", str(r["tera_ops"]), percent, faster])
+    columns = ("tokens", "heads", "", "us", "10^12 operations/s", "of the INT8 rate of warp products", "x fp16")
+    return _table("Causal attention, quantizing included", columns, lines)
+
+
 def _prefill(name: str, rows: list[Row]) -> str:
     cells = {(r["method"], r["batch"], r["length"]): r for r in rows}
     sizes = dict.fromkeys((r["batch"], r["length"]) for r in rows)
+    methods = [method for method in METHODS if any(r["method"] == method for r in rows)]
 
     def cell(method: str, size: tuple[int, int]) -> str:
         row, base = cells[(method, *size)], cells[("fp16", *size)]
@@ -108,8 +127,8 @@ def _prefill(name: str, rows: list[Row]) -> str:
         peak, base = (cells[(method, *size)]["peak_memory_bytes"] for method in ("flatten-o3", "fp16"))
         return "" if peak is None else f"{peak / 1e9:.1f}" + ("" if base is None else f" ({peak / base:.1%} of fp16)")
 
-    lines = [[str(b), str(n), *(cell(m, (b, n)) for m in METHODS), rate((b, n)), memory((b, n))] for b, n in sizes]
-    columns = ("batch", "tokens", *METHODS, "O1: tokens/s, 10^12 operations/s", "O3: peak memory GB")
+    lines = [[str(b), str(n), *(cell(m, (b, n)) for m in methods), rate((b, n)), memory((b, n))] for b, n in sizes]
+    columns = ("batch", "tokens", *methods, "O1: tokens/s, 10^12 operations/s", "O3: peak memory GB")
     return _table(f"Fig 4: {name}, one context pass, ms (times fp16)", columns, lines)
 
 

@@ -39,6 +39,9 @@ def test_tables_show_speed_over_fp16_and_what_does_not_fit(script: ModuleType) -
     passes = [_prefill("fp16", 10.0), _prefill("smoothquant", 5.0), _prefill("flatten-o1", 8.0)]
     text = script.markdown({"command": "run", "environment": FACTS, "prefill": [*passes, _prefill("flatten-o3", None)]})
     assert "| 8 | 2048 | 10.0 | 5.0 (2.00x) | 8.0 (1.25x) | does not fit | 1000, 800 | 9.0 (45.0% of fp16) |" in text
+    assert "int8-attention" not in text
+    rows = [*passes, _prefill("flatten-o3", 5.0), _prefill("flatten-o1-int8-attention", 4.0)]
+    assert "| 4.0 (2.50x) |" in script.markdown({"command": "run", "environment": FACTS, "prefill": rows})
 
 
 def test_kernel_tables_have_the_papers_column(script: ModuleType) -> None:
@@ -52,6 +55,13 @@ def test_kernel_tables_have_the_papers_column(script: ModuleType) -> None:
     text = script.markdown({"command": "run", "environment": FACTS, "kernels": rows})
     assert "| flatten_quantize | 0.060 | 0.19 |" in text
     assert "| 16384 x 4096 x 4096 | int8_gemm | 400 | 700 | 71 % | 2.00 |" in text
+
+
+def test_attention_table_has_heads_and_speed_over_fp16(script: ModuleType) -> None:
+    size = {"heads": 32, "kv_heads": 8, "head_dim": 128, "batch": 8, "length": 2048, "tera_ops": 500}
+    rows = [{"what": "fp16", "us": 800.0, **size}, {"what": "int8", "us": 640.0, **size, "peak_percent": 65.0}]
+    text = script.markdown({"command": "run", "environment": FACTS, "attention": rows})
+    assert "| 8 x 2048 | 32 x 128, 8 of K and V | int8 | 640 | 500 | 65 % | 1.25 |" in text
 
 
 def test_memory_table_marks_what_is_larger_than_the_gpu(script: ModuleType) -> None:
