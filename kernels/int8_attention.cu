@@ -12,22 +12,12 @@
 // Q K^T comes out as floats with no conversion. For the same reason the low byte of 127 e^x + 1.5 * 2^23 is the code.
 // Lane 4 g + t holds rows g, g + 8 and keys 8 i + 2 t, 8 i + 2 t + 1 of 32 keys; as bytes they are an operand of P V.
 // Grid (row blocks, heads, batch); the last rows, which see most keys, first. Key tiles arrive in kStages stages.
-#include "int8_attention.cuh"
+#include "int8_attention_mask.cuh"
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr int kKeyTiles = kStepKeys / 8;                // products of eight keys per step
-constexpr int kMinusInfinityBits = int(0xff800000u);
 constexpr float kLog2Of127 = 6.98868468677216585f;
 constexpr uint32 kOnes = 0x01010101u;
-constexpr int kBoolMask = 3;                            // element types of the mask: Dtype, or this
-
-// What keys a row sees. Strides in elements; scoreUnit: the value of one in Q K^T.
-struct Visible {
-    const void* mask;
-    float scoreUnit;
-    int batchStride, headStride, rowStride, keyStride, dtype, M, T, causal;
-};
 
 template <int kDim>
 struct Layout {
@@ -106,55 +96,27 @@ __device__ __forceinline__ void scoreStep(int (&s)[kRowTiles][kKeyTiles][4], con
     }
 }
 
-// Scores under the mask. row, key: this lane's first. The rows take turns in the first row's registers, so that this
-// stands in the code once and its addresses need few registers. A mask that is added takes the scores as they are in the
-// formula; under any other they stay integers above kIntegerBase.
+// Largest scores so far, of rows g and g + 8 of each row tile.
 template <int kRowTiles>
-__device__ __forceinline__ void applyMask(int (&s)[kRowTiles][kKeyTiles][4], const Visible& visible, int row, int key) {
-    size_t at = size_t(blockIdx.z) * visible.batchStride + size_t(blockIdx.y) * visible.headStride +
-                size_t(row) * visible.rowStride + size_t(key) * visible.keyStride;
-#pragma unroll 1
-    for (int i = 0; i < 2 * kRowTiles; i++) {
-#pragma unroll
-        for (int n = 0; n < 2 * kKeyTiles; n++) {
-            const int ahead = n / 2 * 8 + n % 2;
-            int score = s[0][n / 2][n % 2];
-            if (row + 8 * i < visible.M && key + ahead < visible.T) {
-                const size_t index = at + size_t(ahead) * visible.keyStride;
-                if (visible.dtype == kBoolMask) {
-                    if (static_cast<const uint8*>(visible.mask)[index] == 0) score = kMinusInfinityBits;
-                } else {
-                    const float units = __fsub_rn(__int_as_float(score), kIntegerBase);
-                    const float added = loadElement(visible.mask, index, visible.dtype);
-                    score = __float_as_int(__fadd_rn(__fmul_rn(units, visible.scoreUnit), added));
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < 2 * kRowTiles - 1; j++) {
-                s[j / 2][n / 2][j % 2 * 2 + n % 2] = s[(j + 1) / 2][n / 2][(j + 1) % 2 * 2 + n % 2];
-            }
-            s[kRowTiles - 1][n / 2][2 + n % 2] = score;
-        }
-        at += 8 * size_t(visible.rowStride);
-    }
-}
-
-// Scores with -inf for keys that a row does not see.
-template <int kRowTiles>
-__device__ __forceinline__ void hide(int (&s)[kRowTiles][kKeyTiles][4], const Visible& visible, int row, int key) {
+__device__ __forceinline__ void takeLargest(float (&largest)[kRowTiles][2], const int (&s)[kRowTiles][kKeyTiles][4]) {
 #pragma unroll
     for (int n = 0; n < kRowTiles * kKeyTiles * 4; n++) {
-        const int m = row + n / (kKeyTiles * 4) * 16 + n % 4 / 2 * 8, t = key + n / 4 % kKeyTiles * 8 + n % 2;
-        const bool seen = t < visible.T && (!visible.causal || t <= m + visible.T - visible.M);
-        if (!seen) s[n / (kKeyTiles * 4)][n / 4 % kKeyTiles][n % 4] = kMinusInfinityBits;
+        float& most = largest[n / (kKeyTiles * 4)][n % 4 / 2];
+        most = fmaxf(most, __int_as_float(s[n / (kKeyTiles * 4)][n / 4 % kKeyTiles][n % 4]));
     }
-    if (visible.mask != nullptr) applyMask(s, visible, row, key);
 }
 
-// Whether some of 32 keys are not seen by some of a warp's rows, or a mask has to be asked.
-__device__ __forceinline__ bool needsHiding(const Visible& visible, int row0, int key0) {
-    const int last = key0 + kStepKeys - 1;
-    return visible.mask != nullptr || last >= visible.T || (visible.causal && last > row0 + visible.T - visible.M);
+// The largest scores of whole rows: 0 for a row that sees no key, so that its codes become 0; NaN for one that has it.
+template <int kRowTiles>
+__device__ __forceinline__ void settle(float (&largest)[kRowTiles][2], int bad) {
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; i++) {
+        float& most = largest[i / 2][i % 2];
+        most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
+        if (__float_as_int(most) == kMinusInfinityBits) most = 0.f;  // sees no key: every code becomes 0
+        if (bad >> i & 1) most = __uint_as_float(kNotANumberBits);
+    }
 }
 
 // round(127 * 2^((score - largest) * exponentStep)) in the low byte.
@@ -213,6 +175,34 @@ __device__ __forceinline__ void storeRun(void* out, size_t index, const float (&
         }
         *reinterpret_cast<uint4*>(static_cast<uint16*>(out) + index) =
             make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+}
+
+// Sums of codes to the output, by the sum of the codes of P. first: index of this lane's first row in the output.
+template <int kDim, int kRowTiles>
+__device__ __forceinline__ void writeRows(void* out, const int (&sums)[kRowTiles][kDim / 8][4],
+                                          const int (&total)[kRowTiles][2], const float (&largest)[kRowTiles][2],
+                                          float valueStep, size_t first, int row, int M, int valueDims, int dtype,
+                                          int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; i++) {
+        const int r = i / 2, half = i % 2, m = row + 16 * r + 8 * half;
+        int sum = total[r][half];
+        sum += __shfl_xor_sync(kFullWarp, sum, 1);
+        sum += __shfl_xor_sync(kFullWarp, sum, 2);
+        float scale = sum == 0 ? 0.f : __fmul_rn(__frcp_rn(__int2float_rn(sum)), valueStep);
+        if (largest[r][half] != largest[r][half]) scale = largest[r][half];
+        const size_t start = first + size_t(m - row) * gridDim.y * valueDims;
+#pragma unroll
+        for (int run = 0; run < kDim / 32; run++) {
+            const int dim = 32 * run + lane % 4 * kRun;
+            float y[kRun];
+#pragma unroll
+            for (int n = 0; n < kRun; n++) {
+                y[n] = __fmul_rn(__int2float_rn(sums[r][4 * run + n / 2][2 * half + n % 2]), scale);
+            }
+            if (m < M && dim < valueDims) storeRun(out, start + dim, y, dtype);
+        }
     }
 }
 
@@ -282,21 +272,10 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
             int s[kRowTiles][kKeyTiles][4];
             scoreStep<kDim>(s, q, base, stage + key % kTileKeys * kDim, lane);
             if (needsHiding(visible, row0, key)) hide(s, visible, row, key + inStep);
-#pragma unroll
-            for (int n = 0; n < kRowTiles * kKeyTiles * 4; n++) {
-                float& most = largest[n / (kKeyTiles * 4)][n % 4 / 2];
-                most = fmaxf(most, __int_as_float(s[n / (kKeyTiles * 4)][n / 4 % kKeyTiles][n % 4]));
-            }
+            takeLargest(largest, s);
         }
     }
-#pragma unroll
-    for (int i = 0; i < 2 * kRowTiles; i++) {
-        float& most = largest[i / 2][i % 2];
-        most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
-        if (__float_as_int(most) == kMinusInfinityBits) most = 0.f;  // sees no key: every code becomes 0
-        if (bad >> i & 1) most = __uint_as_float(kNotANumberBits);
-    }
+    settle(largest, bad);
 
     int sums[kRowTiles][kDim / 8][4] = {}, total[kRowTiles][2] = {};
 #pragma unroll 1
@@ -312,24 +291,6 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
     }
     copyWait<0>();
 
-#pragma unroll
-    for (int i = 0; i < 2 * kRowTiles; i++) {
-        const int r = i / 2, half = i % 2, m = row + 16 * r + 8 * half;
-        int sum = total[r][half];
-        sum += __shfl_xor_sync(kFullWarp, sum, 1);
-        sum += __shfl_xor_sync(kFullWarp, sum, 2);
-        float scale = sum == 0 ? 0.f : __fmul_rn(__frcp_rn(__int2float_rn(sum)), valueStep);
-        if (largest[r][half] != largest[r][half]) scale = largest[r][half];
-        const size_t start = ((size_t(batch) * M + m) * gridDim.y + head) * valueDims;
-#pragma unroll
-        for (int run = 0; run < kDim / 32; run++) {
-            const int dim = 32 * run + lane % 4 * kRun;
-            float y[kRun];
-#pragma unroll
-            for (int n = 0; n < kRun; n++) {
-                y[n] = __fmul_rn(__int2float_rn(sums[r][4 * run + n / 2][2 * half + n % 2]), scale);
-            }
-            if (m < M && dim < valueDims) storeRun(out, start + dim, y, dtype);
-        }
-    }
+    const size_t first = ((size_t(batch) * M + row) * gridDim.y + head) * valueDims;
+    writeRows<kDim>(out, sums, total, largest, valueStep, first, row, M, valueDims, dtype, lane);
 }

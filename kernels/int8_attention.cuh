@@ -50,8 +50,8 @@ __device__ __forceinline__ uint32 packBytes(uint32 a, uint32 b, uint32 c, uint32
     return selectBytes(selectBytes(a, b, kPack01), selectBytes(c, d, kPack01), kPack23);
 }
 
-// Elements of one operand [batch, heads, rows, dims]. dims: a multiple of 8, neighbours in memory; runs of 8 are aligned
-// to 16 bytes.
+// Elements of one operand [batch, heads, rows, dims]. dims: a multiple of 8, neighbours in memory; runs of 8 are
+// aligned to 16 bytes.
 struct Source {
     const void* base;
     int batchStride, headStride, rowStride, dims, dtype;

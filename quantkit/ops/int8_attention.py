@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ _EXACT_TERMS = 1024  # products of two codes whose sum stays below 2^24, fp32's 
 _RUN = 8  # elements that the kernels read at a time
 _RUN_ALIGNMENT = 16  # bytes
 _MOST_STRIDE = 2**31 - 1
+_LEAST_CAPABILITY = (8, 0)
 
 
 def int8_attention_reference(
@@ -105,8 +107,8 @@ def int8_attention_cuda(
 ) -> Tensor:
     """As int8_attention_reference, in two kernels.
 
-    Raises KernelError for heads wider than 256, element types that differ or are none of fp16, bf16 and fp32, and for
-    more keys than int32 sums hold.
+    Raises KernelError for heads wider than 256, element types that differ or are none of fp16, bf16 and fp32, more keys
+    than int32 sums hold, and GPUs before compute capability 8.0.
     """
     head_dim = _check(query, key, value, mask)
     (batch, heads, rows, _), (kv_heads, keys) = query.shape, key.shape[1:3]
@@ -114,6 +116,8 @@ def int8_attention_cuda(
     out = query.new_empty(batch, rows, heads, _whole_runs(width))
     if not out.numel():
         return out
+    if _capability(query.device) < _LEAST_CAPABILITY:
+        raise KernelError("int8_attention needs a GPU of compute capability 8.0 or later")
     dtype, (query_step, key_step, value_step) = DTYPE_CODES[query.dtype], steps
     query, key, value = map(_aligned, (query, key, value))
     tile_count = -(-keys // TILE_KEYS)
@@ -145,6 +149,11 @@ def int8_attention_cuda(
         shared_mem=shared_bytes(head_dim),
     )
     return out if out.shape[-1] == width else out[..., :width].contiguous()
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> int:
