@@ -213,6 +213,8 @@ def attention(device: torch.device) -> Iterator[dict[str, Any]]:
                 peak = INT8_WARP_PEAKS.get(torch.cuda.get_device_name(device))
                 if what == "int8" and peak is not None:
                     entry["peak_percent"] = round(100 * rate * _PRODUCTS / 2 / peak, 1)
+                    if entry["peak_percent"] > 100:
+                        raise BenchError(f"INT8 attention at {entry}: above this GPU's rate; not a valid measurement")
                 yield entry
 
 
