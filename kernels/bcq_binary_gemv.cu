@@ -23,8 +23,11 @@
 //                  records [token][k tile] of planes (bcq_planes.cuh)
 //                  sums [row tile][warp][row][token] fp32
 #include "bcq_binary_turn.cuh"
+#include "finish.cuh"
 
 namespace {
+
+constexpr int kLineBytes = 128, kLineElements = kLineBytes / sizeof(uint16);
 
 // How the warps of a block take turns in one pass: turns per row tile, and from a warp's turn to its next.
 struct Pass {
@@ -100,6 +103,7 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
               const uint16* __restrict__ factors, // factor tiles, or null with fp16 scales
               const uint16* __restrict__ x,       // [tokens, columns], fp16 or bf16
               const uint16* __restrict__ bias,    // [rows] in x's type, or null
+              const uint16* residual,             // [tokens, rows], added to the result, or null
               uint16* __restrict__ y,             // [tokens, rows]
               int tokens, int rows, int columns,
               int groups,                         // scale groups per row
@@ -107,6 +111,7 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
               int entries,                        // kBits, or kBits + 1 with an offset
               int passTiles,                      // k tiles whose planes fit into shared memory at once; whole turns
               int dtype,
+              int activation,                     // of activation.cuh, or kNoActivation; before the residual is added
               int vectors) {                      // x rows are 16-byte aligned and columns % 8 == 0
     static_assert(kDepth >= 2, "one slot is read while another is filled");
     static_assert(kTileColumns % kSegment == 0 && kSegment % kBitsPerWord == 0, "segments are whole words of a tile");
@@ -161,6 +166,12 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
 #pragma unroll 1
     for (int slot = 0; slot < kDepth - 1; ++slot) fetchSlot(firstSlot + slot * slotBytes);
     for (int i = threadIdx.x; i < rowTiles * kWarps * kTileSums; i += kThreads) sums[i] = 0.0f;
+    // What is read at the end would come from memory then. Before the wait, since writes meet in L2.
+    const int prefetched = firstRowTile * kTileRows + threadIdx.x * kLineElements;
+    if (prefetched < min(rows, (firstRowTile + rowTiles) * kTileRows)) {
+        if (bias) prefetchL2(bias + prefetched);
+        if (residual) prefetchL2(residual + prefetched);
+    }
     allowNextKernel();
     waitForPriorKernels();  // from here on x may be read and y written
 
@@ -205,6 +216,10 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
     for (int i = part * kThreads + threadIdx.x; i < rowTiles * kTileSums; i += parts * kThreads) {
         const int rowTile = i / kTileSums, element = i % kTileSums;
         const int n = (firstRowTile + rowTile) * kTileRows + element / kTokens, m = firstToken + element % kTokens;
+        const bool inside = n < rows && m < tokens;
+        const size_t place = size_t(m) * rows + n;
+        const float shift = inside && bias ? shortToFloat(bias[n], dtype) : 0.0f;
+        const float kept = inside && residual ? shortToFloat(residual[place], dtype) : 0.0f;
         float value = 0.0f;
         const float* own = sums + rowTile * kWarps * kTileSums + element;
         if (parts == 1) {
@@ -216,10 +231,9 @@ bcqBinaryGemv(const uint4* __restrict__ tiles,    // sign tiles
                 for (int w = 0; w < kWarps; ++w) value += loadClusterFloat(sharedAddress(own + w * kTileSums), rank);
             }
         }
-        if (n < rows && m < tokens) {
+        if (inside) {
             value *= rowFactor<kScaleBits>(factors, firstRowTile + rowTile, element / kTokens);
-            if (bias) value += shortToFloat(bias[n], dtype);
-            y[size_t(m) * rows + n] = floatToShort(value, dtype);
+            y[place] = finished(bias ? value + shift : value, activation, residual, kept, dtype);
         }
     }
     if (parts > 1) clusterBarrier();  // until the others have read this block's sums

@@ -13,6 +13,7 @@
 // Grid: x = ranges of row tiles, y = pairs of k tiles, z = token. The pairs' fp32 results go to `partial`
 // [pair][token][row] and bcqSumPartials adds them in order: repeatable bit for bit, where the paper uses atomicAdd.
 #include "bcq_tiles.cuh"
+#include "finish.cuh"
 #include "mma.cuh"
 
 namespace {
@@ -291,12 +292,13 @@ bcqLutGemv(const uint4* __restrict__ tiles,     // sign tiles
     }
 }
 
-// y[m][n] = bias[n] + sum of the pairs' partial results, in order.
+// y[m][n] = residual[m][n] + activation(bias[n] + sum of the pairs' partial results, in order).
 __global__ void __launch_bounds__(kThreads)
 bcqSumPartials(const float* __restrict__ partial,  // [pairs, tokens, rows]
                const uint16* __restrict__ bias,    // [rows] in y's type, or null
+               const uint16* residual,             // [tokens, rows], or null
                uint16* __restrict__ y,             // [tokens, rows]
-               int pairs, int tokens, int rows, int dtype) {
+               int pairs, int tokens, int rows, int activation, int dtype) {
     const size_t index = size_t(blockIdx.x) * blockDim.x + threadIdx.x, size = size_t(tokens) * rows;
     allowNextKernel();
     waitForPriorKernels();
@@ -312,5 +314,5 @@ bcqSumPartials(const float* __restrict__ partial,  // [pairs, tokens, rows]
         for (int i = 0; i < kSumBatch; ++i) sum += values[i];
     }
     if (bias) sum += shortToFloat(bias[index % rows], dtype);
-    y[index] = floatToShort(sum, dtype);
+    y[index] = finished(sum, activation, residual, residual ? shortToFloat(residual[index], dtype) : 0.0f, dtype);
 }

@@ -160,6 +160,11 @@ __device__ __forceinline__ void allowNextKernel() {
 #endif
 }
 
+// Bring the line of an address into L2.
+__device__ __forceinline__ void prefetchL2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" :: "l"(address));
+}
+
 // Blocks of this block's cluster and its number in it; 1 and 0 without clusters.
 __device__ __forceinline__ uint32 clusterBlocks() {
     uint32 count = 1;

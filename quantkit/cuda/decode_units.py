@@ -7,21 +7,34 @@ from collections.abc import Iterator
 from quantkit.cuda.units import CompileUnit
 
 HEAD_DIMS = (64, 128, 256)
-NORM_THREADS, ATTENTION_THREADS = 512, 512
-NORM_COLUMNS = NORM_THREADS * 4 * 8  # the longest row
+DTYPES = (0, 1)  # fp16 and bf16, as kernels/common.cuh numbers them
+NORM_THREADS, ATTENTION_THREADS, GATED_THREADS = 512, 512, 128
+NORM_VECTORS = (1, 2, 4)  # 16-byte pieces of a row per thread
+_PASS_COLUMNS = NORM_THREADS * 8
+NORM_COLUMNS = _PASS_COLUMNS * NORM_VECTORS[-1]  # the longest row
 ATTENTION_CAPACITY = 8192  # cache entries whose scores a block keeps in shared memory
 
 
-def norm_unit(centered: bool) -> CompileUnit:
-    """decodeNorm: LayerNorm (centered) or RMSNorm."""
-    return CompileUnit("decode.cu", "decodeNorm", (centered,))
+def norm_unit(centered: bool, dtype: int, columns: int) -> CompileUnit:
+    """decodeNorm: LayerNorm (centered) or RMSNorm of rows up to NORM_COLUMNS; dtype: one of DTYPES."""
+    vectors = next(count for count in NORM_VECTORS if columns <= count * _PASS_COLUMNS)
+    return CompileUnit("decode.cu", "decodeNorm", (centered, dtype, vectors))
 
 
-def attention_unit(head_dim: int) -> CompileUnit:
-    """decodeAttention for one of HEAD_DIMS."""
-    return CompileUnit("decode.cu", "decodeAttention", (head_dim,))
+def attention_unit(head_dim: int, dtype: int) -> CompileUnit:
+    """decodeAttention for one of HEAD_DIMS and one of DTYPES."""
+    return CompileUnit("decode.cu", "decodeAttention", (head_dim, dtype))
+
+
+def gated_unit(dtype: int) -> CompileUnit:
+    """decodeGated for one of DTYPES."""
+    return CompileUnit("decode.cu", "decodeGated", (dtype,))
 
 
 def decode_units(major: int, minor: int) -> Iterator[CompileUnit]:
     """Every decoding instance; the same on every GPU."""
-    yield from (norm_unit(True), norm_unit(False), *map(attention_unit, HEAD_DIMS))
+    for dtype in DTYPES:
+        for vectors in NORM_VECTORS:
+            yield from (norm_unit(centered, dtype, vectors * _PASS_COLUMNS) for centered in (True, False))
+        yield gated_unit(dtype)
+        yield from (attention_unit(head_dim, dtype) for head_dim in HEAD_DIMS)

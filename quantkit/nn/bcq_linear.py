@@ -6,9 +6,10 @@ from torch import Tensor
 
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import BcqSpec, BcqTensors
-from quantkit.ops.bcq import bcq_linear, bcq_linear_prepared
+from quantkit.ops.bcq import bcq_finished, bcq_linear, bcq_linear_prepared
 from quantkit.ops.bcq_choice import ensure_measured
 from quantkit.ops.bcq_tiles import BcqTiles, tile, untile
+from quantkit.ops.finish import Finish
 
 
 def forward(spec: BcqSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -28,8 +29,12 @@ def prepare(spec: BcqSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
 
 def restore(spec: BcqSpec, prepared: Tensors, shape: Shape) -> dict[str, Tensor]:
     """The canonical tensors that ``prepare`` was given, bit for bit."""
+    return untile(_weight(spec, prepared, shape)).named()
+
+
+def _weight(spec: BcqSpec, prepared: Tensors, shape: Shape) -> BcqTiles:
     tiles, scale_tiles, factor_tiles = prepared["tiles"], prepared["scale_tiles"], prepared.get("factor_tiles")
-    return untile(BcqTiles(tiles, scale_tiles, factor_tiles, *shape, spec.group_size)).named()
+    return BcqTiles(tiles, scale_tiles, factor_tiles, *shape, spec.group_size)
 
 
 def prepared_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -44,3 +49,10 @@ def prepared_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, 
         settled=True,
         factor_tiles=prepared.get("factor_tiles"),
     )
+
+
+def finished_forward(
+    spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None, finish: Finish
+) -> Tensor:
+    """``finish`` of ``prepared_forward``, in the same kernel."""
+    return bcq_finished(x, _weight(spec, prepared, shape), bias, finish)

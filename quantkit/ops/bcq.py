@@ -21,6 +21,7 @@ from quantkit.formats.bcq import BcqTensors, dequantize_stored
 from quantkit.ops.bcq_choice import choose
 from quantkit.ops.bcq_cuda import dequantize_tiles, product
 from quantkit.ops.bcq_tiles import BcqTiles, tile, untile
+from quantkit.ops.finish import AS_IT_IS, Finish, finished
 from quantkit.ops.library import LIBRARY
 
 AUTO = "auto"
@@ -32,13 +33,32 @@ def bcq_linear_reference(x: Tensor, stored: BcqTensors, bias: Tensor | None, gro
     return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def _product(x: Tensor, weight: BcqTiles, bias: Tensor | None, implementation: str, *, settled: bool) -> Tensor:
+def _product(
+    x: Tensor,
+    weight: BcqTiles,
+    bias: Tensor | None,
+    implementation: str,
+    *,
+    settled: bool,
+    finish: Finish = AS_IT_IS,
+) -> Tensor:
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     if not flat.shape[0]:
         return x.new_empty(*x.shape[:-1], weight.rows)
     if implementation == AUTO:
         implementation = choose(flat, weight.weight_bits, weight.rows, weight.group_size, weight.scale_bits)
-    return product(implementation, flat, weight, bias, settled=settled).view(*x.shape[:-1], weight.rows)
+    y = product(implementation, flat, weight, bias, settled=settled, finish=finish)
+    return y.view(*x.shape[:-1], weight.rows)
+
+
+def bcq_finished(x: Tensor, weight: BcqTiles, bias: Tensor | None, finish: Finish) -> Tensor:
+    """``finish`` of x [..., K] W^T + bias, in the product's own kernel; the weight is settled, see above.
+
+    Not an op: for generation under CUDA graphs.
+    """
+    if x.is_cuda:
+        return _product(x, weight, bias, AUTO, settled=True, finish=finish)
+    return finished(bcq_linear_reference(x, untile(weight), bias, weight.group_size), finish)
 
 
 def _linear(

@@ -27,6 +27,7 @@ from quantkit.cuda.launch import DTYPE_CODES, launch
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import group_count, group_width
 from quantkit.ops.bcq_tiles import BcqTiles, tile_counts
+from quantkit.ops.finish import AS_IT_IS, Finish, finished
 
 BINARY, LUT, DEQUANTIZE = "bcq_binary_gemv", "bcq_lut_gemv", "bcq_dequantize"
 KERNELS = (BINARY, LUT, DEQUANTIZE)
@@ -60,9 +61,15 @@ def binary_segment(group_size: int, columns: int) -> int | None:
 
 
 def binary_gemv(
-    x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool = False, tile: BinaryTile | None = None
+    x: Tensor,
+    weight: BcqTiles,
+    bias: Tensor | None,
+    *,
+    settled: bool = False,
+    tile: BinaryTile | None = None,
+    finish: Finish = AS_IT_IS,
 ) -> Tensor:
-    """y [M, N] = x [M, K] W^T + bias on binary tensor cores; any M, best for M <= 8.
+    """y [M, N] = ``finish`` of x [M, K] W^T + bias on binary tensor cores; any M, best for M <= 8.
 
     x: contiguous fp16 or bf16. bias: in x's type. tile: another block layout than the table's, for tuning.
     settled: nothing queued on the GPU still writes the weight, so it may be read before the previous kernel ends.
@@ -93,6 +100,7 @@ def binary_gemv(
             weight.factor_tiles,
             x,
             bias,
+            finish.addend(y),
             y,
             tokens,
             weight.rows,
@@ -102,6 +110,7 @@ def binary_gemv(
             weight.entries,
             plan.pass_tiles,
             DTYPE_CODES[x.dtype],
+            finish.number,
             int(_vectors(x)),
         ),
         shared_mem=plan.shared_mem,
@@ -111,8 +120,10 @@ def binary_gemv(
     return y
 
 
-def lut_gemv(x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool = False) -> Tensor:
-    """y [M, N] = x [M, K] W^T + bias through look-up tables (nuQmm 3.2); any group size, for few rows.
+def lut_gemv(
+    x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool = False, finish: Finish = AS_IT_IS
+) -> Tensor:
+    """y [M, N] = ``finish`` of x [M, K] W^T + bias through look-up tables (nuQmm 3.2); any group size, for few rows.
 
     x: contiguous fp16 or bf16. bias: in x's type. settled: see binary_gemv.
     """
@@ -154,7 +165,7 @@ def lut_gemv(x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool 
         x.device,
         grid=(-(-y.numel() // _BLOCK_THREADS),),
         block=(_BLOCK_THREADS,),
-        args=(partial, bias, y, pairs, tokens, weight.rows, dtype),
+        args=(partial, bias, finish.addend(y), y, pairs, tokens, weight.rows, finish.number, dtype),
         overlap=True,
     )
     return y
@@ -192,8 +203,16 @@ def candidates(dtype: torch.dtype, group_size: int, columns: int) -> tuple[str, 
     return KERNELS if binary_segment(group_size, columns) else (LUT, DEQUANTIZE)
 
 
-def product(kernel: str, x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool = False) -> Tensor:
-    """y [M, N] = x [M, K] W^T + bias through the named kernel; settled: see binary_gemv.
+def product(
+    kernel: str,
+    x: Tensor,
+    weight: BcqTiles,
+    bias: Tensor | None,
+    *,
+    settled: bool = False,
+    finish: Finish = AS_IT_IS,
+) -> Tensor:
+    """y [M, N] = ``finish`` of x [M, K] W^T + bias through the named kernel; settled: see binary_gemv.
 
     Raises KernelError for an unknown kernel, or one that cannot run these shapes or types.
     """
@@ -205,7 +224,7 @@ def product(kernel: str, x: Tensor, weight: BcqTiles, bias: Tensor | None, *, se
         )
     bias = None if bias is None else bias.to(x.dtype)
     if kernel == BINARY:
-        return binary_gemv(x, weight, bias, settled=settled)
+        return binary_gemv(x, weight, bias, settled=settled, finish=finish)
     if kernel == LUT:
-        return lut_gemv(x, weight, bias, settled=settled)
-    return linear(x, dequantize_tiles(weight, x.dtype), bias)
+        return lut_gemv(x, weight, bias, settled=settled, finish=finish)
+    return finished(linear(x, dequantize_tiles(weight, x.dtype), bias), finish)

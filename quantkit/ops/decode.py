@@ -1,4 +1,4 @@
-"""Single-token kernels for decoding under CUDA graphs: norms, attention with its cache. GPU only, fp16 and bf16."""
+"""Single-token kernels for decoding under CUDA graphs: norms, gates, attention and its cache. GPU, fp16 and bf16."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from torch import Tensor
 from quantkit.cuda.decode_units import (
     ATTENTION_CAPACITY,
     ATTENTION_THREADS,
+    GATED_THREADS,
     HEAD_DIMS,
     NORM_COLUMNS,
     NORM_THREADS,
     attention_unit,
+    gated_unit,
     norm_unit,
 )
 from quantkit.cuda.launch import DTYPE_CODES, launch
+from quantkit.ops.activations import ACTIVATIONS
 
 _TYPES = (torch.float16, torch.bfloat16)
 _VECTOR_VALUES = 8
-_FLOAT_BYTES = 4
+_FLOAT_BYTES, _VECTOR_BYTES = 4, 16
 
 
 def can_norm(x: Tensor) -> bool:
@@ -29,17 +32,30 @@ def can_norm(x: Tensor) -> bool:
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, centered: bool) -> Tensor:
     """LayerNorm (centered) or RMSNorm of x [..., K] over its last dimension; weight and bias [K] in x's type."""
+    return _norm(x, None, (weight, bias), epsilon, centered=centered)[1]
+
+
+def add_norm(
+    x: Tensor, addend: Tensor, parameters: tuple[Tensor, Tensor | None], epsilon: float, *, centered: bool
+) -> tuple[Tensor, Tensor]:
+    """x + addend, rounded, and ``norm`` of it; addend of x's shape and type, parameters: weight and bias."""
+    return _norm(x, addend.contiguous(), parameters, epsilon, centered=centered)
+
+
+def _norm(
+    x: Tensor, addend: Tensor | None, parameters: tuple[Tensor, Tensor | None], epsilon: float, *, centered: bool
+) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
-    y = torch.empty_like(x)
+    y, total = torch.empty_like(x), x if addend is None else torch.empty_like(x)
     launch(
-        norm_unit(centered),
+        norm_unit(centered, DTYPE_CODES[x.dtype], x.shape[-1]),
         x.device,
         grid=(x.numel() // x.shape[-1],),
         block=(NORM_THREADS,),
-        args=(x, weight, bias, y, x.shape[-1], epsilon, DTYPE_CODES[x.dtype]),
+        args=(x, addend, *parameters, total, y, x.shape[-1], epsilon),
         overlap=True,
     )
-    return y
+    return total, y
 
 
 def can_attend(q: Tensor, keys: Tensor) -> bool:
@@ -50,12 +66,20 @@ def can_attend(q: Tensor, keys: Tensor) -> bool:
 
 
 def attention(
-    q: Tensor, own: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], mask: Tensor, position: Tensor, scale: float
+    q: Tensor,
+    own: tuple[Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    mask: Tensor,
+    position: Tensor,
+    scale: float,
+    query_scale: float = 1.0,
 ) -> Tensor:
-    """softmax(scale q keys^T) values of one token, where mask [1, 1, 1, capacity] is true.
+    """softmax(scale (query_scale q) keys^T) values of one token, where mask [1, 1, 1, capacity] is true.
 
-    q: [1, H, 1, D]. own: the token's key and value [1, Hkv, 1, D], written at ``position`` [1] int64 of ``cache``, the
-    keys and values [1, Hkv, capacity, D]; what lies behind it there does not count. Hkv a divisor of H.
+    q: [1, H, 1, D]; its product with query_scale is rounded. own: the token's key and value [1, Hkv, 1, D], written at
+    ``position`` [1] int64 of ``cache``, the keys and values [1, Hkv, capacity, D]; what lies behind it there does not
+    count. Hkv a divisor of H. Only q and own may come from the kernel queued last with overlap: mask, position and
+    cache are read before that one ends.
     Returns [1, 1, H, D].
     """
     _, heads, _, width = q.shape
@@ -64,12 +88,33 @@ def attention(
     y = torch.empty(1, 1, heads, width, dtype=q.dtype, device=q.device)
     pointers = q.contiguous(), own[0].contiguous(), own[1].contiguous(), keys, values, mask, position, y
     launch(
-        attention_unit(width),
+        attention_unit(width, DTYPE_CODES[q.dtype]),
         q.device,
         grid=(heads,),
         block=(ATTENTION_THREADS,),
-        args=(*pointers, heads // keys.shape[1], capacity, scale, DTYPE_CODES[q.dtype]),
+        args=(*pointers, heads // keys.shape[1], capacity, query_scale, scale),
         shared_mem=capacity * _FLOAT_BYTES,
+        overlap=True,
+    )
+    return y
+
+
+def can_gate(gate: Tensor, up: Tensor) -> bool:
+    """Whether ``gated`` takes these."""
+    whole = gate.numel() % _VECTOR_VALUES == 0 and all(t.data_ptr() % _VECTOR_BYTES == 0 for t in (gate, up))
+    same = gate.shape == up.shape and gate.dtype == up.dtype and gate.is_contiguous() and up.is_contiguous()
+    return gate.is_cuda and gate.dtype in _TYPES and same and whole
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate), rounded, times up; both contiguous and of one shape. activation: of ACTIVATIONS."""
+    y = torch.empty_like(gate)
+    launch(
+        gated_unit(DTYPE_CODES[gate.dtype]),
+        gate.device,
+        grid=(-(-gate.numel() // (_VECTOR_VALUES * GATED_THREADS)),),
+        block=(GATED_THREADS,),
+        args=(gate, up, y, gate.numel(), ACTIVATIONS[activation].number),
         overlap=True,
     )
     return y

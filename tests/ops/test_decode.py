@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm, rms_norm
 
-from quantkit.ops.decode import attention, can_attend, can_norm, norm
+from quantkit.ops.activations import ACTIVATIONS
+from quantkit.ops.decode import add_norm, attention, can_attend, can_gate, can_norm, gated, norm
 
 CUDA = torch.device("cuda")
 RTOL = {torch.float16: 1e-3, torch.bfloat16: 8e-3}  # rounding of the result, RMSNorm rounds twice
@@ -21,11 +22,12 @@ def error(got: torch.Tensor, expected: torch.Tensor) -> float:
 def test_cpu_tensors_are_not_for_these_kernels() -> None:
     assert not can_norm(torch.zeros(1, 64, dtype=torch.float16))
     assert not can_attend(torch.zeros(1, 2, 1, 64, dtype=torch.float16), torch.zeros(1, 2, 64, 64))
+    assert not can_gate(torch.zeros(64, dtype=torch.float16), torch.zeros(64, dtype=torch.float16))
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
-@pytest.mark.parametrize("columns", [64, 7168, 16384])
+@pytest.mark.parametrize("columns", [64, 4104, 7168, 16384])
 def test_norms_match_torch(columns: int, dtype: torch.dtype) -> None:
     x = (torch.randn(3, 1, columns, device=CUDA) * 4 + 20).to(dtype)  # a mean far from zero
     weight, bias = torch.randn(columns, device=CUDA).to(dtype), torch.randn(columns, device=CUDA).to(dtype)
@@ -34,6 +36,52 @@ def test_norms_match_torch(columns: int, dtype: torch.dtype) -> None:
     assert error(norm(x, weight, bias, 1e-5, centered=True), expected) < RTOL[dtype]
     expected = rms_norm(x.double(), (columns,), weight.double(), 1e-6)
     assert error(norm(x, weight, None, 1e-6, centered=False), expected) < RTOL[dtype]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("columns", [64, 7168, 16384])
+def test_a_sum_is_normed_as_if_it_came_first(columns: int, dtype: torch.dtype) -> None:
+    x, addend = (torch.randn(3, 1, columns, device=CUDA).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(columns, device=CUDA).to(dtype) for _ in range(2))
+    for centered, shift in ((True, bias), (False, None)):
+        total, normal = add_norm(x, addend, (weight, shift), 1e-5, centered=centered)
+        assert torch.equal(total, x + addend)
+        assert torch.equal(normal, norm(x + addend, weight, shift, 1e-5, centered=centered))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("count", [8, 1000, 28672])
+def test_gates_match_torch(count: int, dtype: torch.dtype) -> None:
+    gate, up = torch.randn(2, 1, 1, count, device=CUDA).to(dtype).unbind()
+    assert can_gate(gate, up)
+    assert torch.equal(gated(gate, up, "relu"), gate.relu() * up)
+    expected = (ACTIVATIONS["silu"].apply(gate) * up).double()
+    assert error(gated(gate, up, "silu"), expected) < RTOL[dtype]
+
+
+@pytest.mark.cuda
+def test_gate_limits() -> None:
+    halves = torch.zeros(1, 2 * 1004, device=CUDA).half()
+    assert not can_gate(*halves.split(1004, dim=-1))
+    assert not can_gate(torch.zeros(2, 64, device=CUDA).half()[:, ::2], torch.zeros(2, 32, device=CUDA).half())
+    assert not can_gate(torch.zeros(64, device=CUDA), torch.zeros(64, device=CUDA))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_queries_are_scaled_and_rounded_first(width: int, dtype: torch.dtype) -> None:
+    q = torch.randn(1, 4, 1, width, device=CUDA).to(dtype)
+    own, cache = torch.randn(2, 1, 2, 1, width, device=CUDA).to(dtype), torch.randn(2, 1, 2, 300, width, device=CUDA)
+    keys, values = cache.to(dtype).unbind()
+    mask, position = torch.ones(1, 1, 1, 300, device=CUDA).bool(), torch.tensor([280], device=CUDA)
+    mask[..., 281:] = False
+    torch.cuda.synchronize()
+    query_scale = width**-0.5
+    expected = attention(q * query_scale, (own[0], own[1]), (keys, values), mask, position, 0.7)
+    assert torch.equal(attention(q, (own[0], own[1]), (keys, values), mask, position, 0.7, query_scale), expected)
 
 
 @pytest.mark.cuda
