@@ -1,45 +1,64 @@
 """Faster parts in the place of a transformers model's own while a single token runs: kernels and joined products.
 
-Both floating-point and quantized models decode through it, so their times compare. Models keep their own code: norms
-and sibling Linears are replaced per module, the attention through transformers' AttentionInterface, the cache update
-per layer.
+Both floating-point and quantized models decode through it, so their times compare. Models keep their own code, but for
+the blocks of fast_block.py: norms and sibling Linears are replaced per module, the attention through transformers'
+AttentionInterface, the cache update per layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from quantkit.bench.fast_block import FastBlock, QueryScale
+from quantkit.bench.fast_norm import fast_norm
 from quantkit.bench.siblings import Siblings
 from quantkit.errors import BenchError
-from quantkit.ops.decode import attention, can_attend, can_norm, norm
+from quantkit.ops.decode import attention, can_attend
 
 _NAME = "quantkit_decode"
-_RMS_NORM = "RMSNorm"  # how transformers' classes of that kind end
 _waiting: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 """id of a layer's key cache -> the token's key, value and position, until its attention writes them there."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What of a model runs in another way for single tokens: from join_siblings and fast_blocks."""
+
+    siblings: tuple[Siblings, ...] = ()
+    blocks: tuple[FastBlock, ...] = ()
+
+
 @contextmanager
-def fast_step(model: Any, cache: Any, position: Tensor, siblings: Sequence[Siblings]) -> Iterator[None]:
+def fast_step(model: Any, cache: Any, position: Tensor, parts: Parts) -> Iterator[None]:
     """Inside, ``model`` on a GPU runs single tokens with the kernels of ops/decode.py where those take the shapes.
 
     cache: a transformers StaticCache that has seen the prompt. position: [1], where the next token's keys go.
-    siblings: the model's, from join_siblings. Models that attend in their own way (BLOOM) keep it.
+    parts: the model's. Models that attend in their own way (BLOOM) keep it.
     """
     if position.device.type != "cuda":
         yield
         return
+    with replaced_parts(model, cache, position, parts):
+        yield
+
+
+@contextmanager
+def replaced_parts(model: Any, cache: Any, position: Tensor, parts: Parts) -> Iterator[None]:
+    """As fast_step, on any device; what has no kernel there computes the same by torch."""
     from transformers.cache_utils import StaticLayer
 
     attend = getattr(model, "_supports_attention_backend", False)
     layers = [layer for layer in cache.layers if type(layer) is StaticLayer]
-    forwards = [(module, forward) for module in model.modules() if (forward := _norm_forward(module)) is not None]
-    forwards += [pair for group in siblings for pair in group.forwards()]
+    norms = [(module, norm) for module in model.modules() if (norm := fast_norm(module)) is not None]
+    forwards: list[tuple[nn.Module, Callable[..., Any]]] = [*norms]
+    forwards += [pair for group in parts.siblings for pair in group.forwards()]
+    forwards += [pair for block in parts.blocks for pair in block.forwards()]
     with ExitStack() as stack:
         for module, forward in forwards:
             _replace(stack, module, "forward", forward)
@@ -47,13 +66,16 @@ def fast_step(model: Any, cache: Any, position: Tensor, siblings: Sequence[Sibli
             _replace_attention(stack, model)
             for layer in layers:
                 _replace(stack, layer, "update", _updater(layer, position))
-        for group in siblings:
+            for block in parts.blocks:
+                if block.row.scales_query:
+                    _leave_query(stack, block.attention)
+        for group in parts.siblings:
             stack.callback(group.forget)
         stack.callback(_waiting.clear)
         yield
         if _waiting:
             raise BenchError(f"{type(model).__name__}: its attention does not take its keys from the cache")
-        if attend:  # masks and positions are made from these counts
+        if attend and layers:  # masks and positions are made from these counts; sliding windows count for themselves
             torch._foreach_add_([layer.cumulative_length for layer in layers], 1)
 
 
@@ -72,22 +94,9 @@ def _replace_attention(stack: ExitStack, model: Any) -> None:
         config._attn_implementation = _NAME
 
 
-def _norm_forward(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    original, centered = module.forward, isinstance(module, nn.LayerNorm)
-    if not centered and not (type(module).__name__.endswith(_RMS_NORM) and hasattr(module, "variance_epsilon")):
-        return None
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 1:
-        return None
-    epsilon: Any = module.eps if centered else module.variance_epsilon
-
-    def forward(x: Tensor) -> Tensor:
-        if not can_norm(x) or weight.dtype != x.dtype:
-            result: Tensor = original(x)
-            return result
-        return norm(x, weight, bias, epsilon, centered=centered)
-
-    return forward
+def _leave_query(stack: ExitStack, attention: Any) -> None:
+    stack.callback(setattr, attention, "scaling", attention.scaling)
+    attention.scaling = QueryScale(attention.scaling)
 
 
 def _updater(layer: Any, position: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -109,16 +118,18 @@ def _attend(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    waiting = _waiting.pop(id(key), None)
+    waiting, left = _waiting.pop(id(key), None), getattr(module, "scaling", None)
+    query_scale = left.value if isinstance(left, QueryScale) else 1.0
     usable = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
     if waiting is None or not usable or not can_attend(query, key):
         if waiting is not None:
             key.index_copy_(2, waiting[2], waiting[0])
             value.index_copy_(2, waiting[2], waiting[1])
+        query = query * query_scale if isinstance(left, QueryScale) else query
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
         return output
     assert attention_mask is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention(query, waiting[:2], (key, value), attention_mask, waiting[2], scale), None
+    return attention(query, waiting[:2], (key, value), attention_mask, waiting[2], scale, query_scale), None

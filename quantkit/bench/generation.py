@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.bench.fast_step import fast_step
-from quantkit.bench.siblings import Siblings, join_siblings
+from quantkit.bench.fast_block import fast_blocks
+from quantkit.bench.fast_step import Parts, fast_step
+from quantkit.bench.siblings import join_siblings
 from quantkit.bench.timing import FilledScalars
 from quantkit.errors import BenchError
 
@@ -24,7 +25,7 @@ class Session:
     """One prompt being continued; all tensors stay where they are, so that a graph can replay on them.
 
     token: [1, 1] the last token. position: [1] its position, equal to the tokens in the cache. tokens: [1, capacity].
-    siblings: Linears that single tokens multiply together; none on a CPU.
+    parts: what single tokens run in another way; nothing on a CPU.
     """
 
     model: Any
@@ -33,7 +34,7 @@ class Session:
     token: Tensor
     position: Tensor
     tokens: Tensor
-    siblings: tuple[Siblings, ...]
+    parts: Parts
 
 
 def _mask(session: Session, first: Tensor, count: int) -> Tensor:
@@ -82,7 +83,7 @@ def start(model: Any, ids: Tensor, capacity: int) -> Session:
         token=torch.zeros(1, 1, dtype=torch.long, device=device),
         position=torch.zeros(1, dtype=torch.long, device=device),
         tokens=torch.zeros(1, capacity, dtype=torch.long, device=device),
-        siblings=join_siblings(model) if device.type == "cuda" else (),
+        parts=Parts(join_siblings(model), fast_blocks(model)) if device.type == "cuda" else Parts(),
     )
     session.tokens[:, : ids.shape[1]] = ids
     with torch.no_grad():
@@ -104,7 +105,7 @@ def next_logits(session: Session, *, fast: bool = True) -> Tensor:
     with torch.no_grad():
         if not fast:
             return _forward(session, session.token, session.position)
-        with fast_step(session.model, session.cache, session.position, session.siblings):
+        with fast_step(session.model, session.cache, session.position, session.parts):
             return _forward(session, session.token, session.position)
 
 

@@ -69,6 +69,29 @@ class Chain:
 
 
 @dataclass(frozen=True)
+class ResidualBlock:
+    """A decoder block that is h += attention(norm(h)), then h += target(between(norm(h))), and returns h.
+
+    between: activation(source(x)), or activation(gate(x)) * source(x) where there is a gate.
+    classes: of transformers, that do nothing else outside training and hand their keywords to the attention, which
+    returns (y, ...). norms, attention, gate, source, activation, target: module names inside the block.
+    output: the Linear that makes y. scales_query: the attention multiplies its query by its attribute ``scaling``.
+    exact: model config -> whether the statement above holds for this model.
+    """
+
+    classes: tuple[str, ...]
+    norms: tuple[str, str]
+    attention: str
+    output: str
+    source: str
+    activation: str
+    target: str
+    gate: str | None = None
+    scales_query: bool = False
+    exact: Callable[[Any], bool] = _always
+
+
+@dataclass(frozen=True)
 class Family:
     """One architecture: ``model_type`` values of its configs, where its blocks are, what feeds its Linears."""
 
@@ -77,6 +100,7 @@ class Family:
     blocks: str
     feeds: tuple[Feed, ...] = ()
     chains: tuple[Chain, ...] = ()
+    block: ResidualBlock | None = None
 
 
 FAMILIES: tuple[Family, ...] = (
@@ -89,6 +113,16 @@ FAMILIES: tuple[Family, ...] = (
             Feed("self_attn.v_proj", ("self_attn.o_proj",), exact=_every_head_has_its_key),
             Feed("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
             Feed("mlp.up_proj", ("mlp.down_proj",)),
+        ),
+        block=ResidualBlock(
+            classes=("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"),
+            norms=("input_layernorm", "post_attention_layernorm"),
+            attention="self_attn",
+            output="self_attn.o_proj",
+            gate="mlp.gate_proj",
+            source="mlp.up_proj",
+            activation="mlp.act_fn",
+            target="mlp.down_proj",
         ),
     ),
     Family(
@@ -106,6 +140,17 @@ FAMILIES: tuple[Family, ...] = (
             Feed("fc1", ("fc2",), exact=_activation_is_relu),
         ),
         chains=(Chain("fc1", "activation_fn", "fc2"),),
+        block=ResidualBlock(
+            classes=("OPTDecoderLayer",),
+            norms=("self_attn_layer_norm", "final_layer_norm"),
+            attention="self_attn",
+            output="self_attn.out_proj",
+            source="fc1",
+            activation="activation_fn",
+            target="fc2",
+            scales_query=True,
+            exact=_norm_comes_first,
+        ),
     ),
     Family(
         name="bloom",

@@ -18,7 +18,7 @@ LOGITS_RTOL = 5e-3  # two fp16 blocks, rounded in other places
 def test_the_cpu_runs_the_models_own_code(tiny_model: Callable[[str], Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
     session = start(model, torch.tensor([[1, 2, 3]]), 8)
-    with fast_step(model, session.cache, session.position, session.siblings):
+    with fast_step(model, session.cache, session.position, session.parts):
         assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -46,7 +46,7 @@ def test_logits_agree_with_the_models_own_code(family: str, tiny_model: Callable
 def test_a_failure_inside_puts_the_model_back(tiny_model: Callable[[str], Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model("opt")).half().cuda().eval()
     session = start(model, torch.randint(5, 50, (1, 9), device="cuda"), 32)
-    with pytest.raises(ValueError, match="inside"), fast_step(model, session.cache, session.position, session.siblings):
+    with pytest.raises(ValueError, match="inside"), fast_step(model, session.cache, session.position, session.parts):
         raise ValueError("inside")
     assert not any("forward" in vars(module) for module in model.modules())
     step(session)
