@@ -8,6 +8,7 @@ namespace {
 constexpr int kVectorValues = 8;  // 16-bit elements per 16-byte access
 constexpr int kNormThreads = 512;
 constexpr int kAttentionWarps = 16, kBatch = 8;
+constexpr int kTogether = 2;  // rows of a batch from one look at the end to the next, so that their latencies overlap
 constexpr int kGatedThreads = 128;
 constexpr uint32 kMinusInfinityBits = 0xff800000;
 
@@ -201,6 +202,7 @@ decodeAttention(const uint16* q,                   // [heads, kHeadDim]; written
         insert(keyVectors, ownKey, start);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
+            if (i % kTogether == 0 && start + i * kStride >= end) break;  // the whole block
             const int row = start + first + i * kStride;
             float dot = 0.0f;
             unpack<kDtype>(keyVectors[i], found);
@@ -223,6 +225,7 @@ decodeAttention(const uint16* q,                   // [heads, kHeadDim]; written
         insert(valueVectors, ownValue, start);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
+            if (i % kTogether == 0 && start + i * kStride >= end) break;
             const int row = start + first + i * kStride;
             const float weight = row < end ? __expf(scores[row] - largest) : 0.0f;
             unpack<kDtype>(valueVectors[i], found);

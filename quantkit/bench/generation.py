@@ -37,24 +37,24 @@ class Session:
     parts: Parts
 
 
-def _mask(session: Session, first: Tensor, count: int) -> Tensor:
-    """Which cache entries ``count`` tokens from position ``first`` on may see."""
+def _mask(session: Session, positions: Tensor) -> Tensor:
+    """Which cache entries the tokens at ``positions`` may see."""
     device = session.token.device
     if session.model.config.model_type in _ALIBI_MODELS:
         return torch.ones(1, session.capacity, dtype=torch.long, device=device)
     columns = torch.arange(session.capacity, device=device)
-    return (columns[None, :] <= (first + torch.arange(count, device=device))[:, None])[None, None]
+    return (columns[None, :] <= positions[:, None])[None, None]
 
 
 def _forward(session: Session, ids: Tensor, first: Tensor) -> Tensor:
     """Logits [1, vocabulary] after ids [1, count]."""
     count = ids.shape[1]
-    positions = (first + torch.arange(count, device=ids.device))[None]
+    positions = first if count == 1 else first + torch.arange(count, device=ids.device)
     takes_positions = session.model.config.model_type not in _ALIBI_MODELS
     output = session.model(
         input_ids=ids,
-        attention_mask=_mask(session, first, count),
-        **({"position_ids": positions} if takes_positions else {}),
+        attention_mask=_mask(session, positions),
+        **({"position_ids": positions[None]} if takes_positions else {}),
         past_key_values=session.cache,
         use_cache=True,
         logits_to_keep=1,
