@@ -154,6 +154,15 @@ def binary_unit(case: BinaryCase, tile: BinaryTile) -> CompileUnit:
     return CompileUnit("bcq_binary_gemv.cu", "bcqBinaryGemv", arguments + layout)
 
 
+def _leave_one(row_tiles: int, ranges: int) -> int:
+    """One range less where the longest keeps its row tiles.
+
+    A norm on a multiprocessor of its own neither waits for a block to end nor keeps one of the next launch waiting.
+    """
+    fewer = max(1, ranges - 1)
+    return fewer if ceil(row_tiles / fewer) == ceil(row_tiles / ranges) else ranges
+
+
 @cache
 def plan_binary(
     case: BinaryCase, *, entries: int, tile_counts: tuple[int, int], gpu: Gpu, tile: BinaryTile | None = None
@@ -176,7 +185,10 @@ def plan_binary(
     ring = tile.warps * tile.steps * tile.depth * case.tile_bytes(entries)
     sums_per_tile = TILE_ROWS * case.tokens * _FLOAT_BYTES * tile.warps
     most_tiles = max(1, int(limit * _SUMS_SHARE) // sums_per_tile)
-    ranges = max(min(row_tiles, gpu.processors // cluster), ceil(row_tiles / most_tiles))
+    most_ranges = gpu.processors // cluster
+    if case.tokens == 1 and gpu.capability >= _OVERLAP_CAPABILITY:
+        most_ranges = _leave_one(row_tiles, most_ranges)
+    ranges = max(min(row_tiles, most_ranges), ceil(row_tiles / most_tiles))
     sums = sums_per_tile * ceil(row_tiles / ranges)
     record = _PLANE_BYTES + max(_VECTOR_BYTES, TILE_COLUMNS // case.segment * _ABOUT_BYTES)
     fitting = (limit - ring - sums) // (case.tokens * record) // tile.steps * tile.steps

@@ -1,3 +1,5 @@
+from math import ceil
+
 import pytest
 
 from quantkit.cuda.bcq_units import (
@@ -35,17 +37,28 @@ def test_every_plan_fits_its_gpu_and_covers_the_row(row_tiles: int, k_tiles: int
                 plan = plan_binary(case, entries=bits + 1, tile_counts=(row_tiles, k_tiles), gpu=gpu)
                 assert plan.shared_mem <= shared_limit(*capability)
                 assert 1 <= plan.pass_tiles < k_tiles + LONGEST_TURN
-                assert plan.blocks >= min(row_tiles, PROCESSORS)
+                assert plan.blocks >= min(row_tiles, PROCESSORS - plan.cluster)
+                assert ceil(row_tiles / (plan.blocks // plan.cluster)) <= ceil(row_tiles / (PROCESSORS // plan.cluster))
                 assert plan.unit in known  # compiled, without spills, by the tests
 
 
 def test_long_rows_are_split_where_there_are_clusters() -> None:
     case, sizes = BinaryCase(4, 128, 16, 1), {"entries": 5, "tile_counts": (448, 111)}
     split = plan_binary(case, gpu=Gpu((9, 0), 132), **sizes)
-    assert (split.cluster, split.blocks, split.pass_tiles) == (2, 132, 56)
+    assert (split.cluster, split.blocks, split.pass_tiles) == (2, 130, 56)
     assert plan_binary(case, gpu=Gpu((8, 0), 132), **sizes).cluster == 1
     assert plan_binary(case, gpu=Gpu((9, 0), 132), entries=5, tile_counts=(448, 28)).cluster == 1
     assert plan_binary(BinaryCase(4, 128, 16, 4), gpu=Gpu((9, 0), 132), **sizes).cluster == 1  # measured: slower
+
+
+def test_one_multiprocessor_is_left_to_small_kernels_where_that_is_free() -> None:
+    def blocks(row_tiles: int, capability: tuple[int, int] = (9, 0), tokens: int = 1) -> int:
+        case, gpu = BinaryCase(4, 128, 16, tokens), Gpu(capability, 132)
+        return plan_binary(case, entries=4, tile_counts=(row_tiles, 28), gpu=gpu).blocks
+
+    assert [blocks(row_tiles) for row_tiles in (448, 1344, 1792)] == [131, 131, 131]  # OPT-30B
+    assert [blocks(row_tiles) for row_tiles in (1, 131, 132, 1320)] == [1, 131, 132, 132]
+    assert blocks(1344, tokens=4) == blocks(1344, (8, 0)) == 132
 
 
 def test_small_multiprocessors_take_long_rows_in_passes() -> None:
