@@ -109,10 +109,26 @@ __device__ __forceinline__ uint32 selectBytes(uint32 low, uint32 high, uint32 se
     return bytes;
 }
 
+// Of two pairs of 16-bit floats the larger magnitude in each half; NaN wins.
+template <int kDtype>
+__device__ __forceinline__ uint32 largestMagnitudes(uint32 a, uint32 b) {
+    uint32 larger;
+    if constexpr (kDtype == kFloat16) {
+        asm("{.reg .b32 m;\nabs.f16x2 m, %2;\nmax.NaN.f16x2 %0, %1, m;\n}" : "=r"(larger) : "r"(a), "r"(b));
+    } else {
+        asm("{.reg .b32 m;\nabs.bf16x2 m, %2;\nmax.NaN.bf16x2 %0, %1, m;\n}" : "=r"(larger) : "r"(a), "r"(b));
+    }
+    return larger;
+}
+
 // Hides where a value came from, so that the compiler keeps it and does not work it out again in every pass of a loop.
 template <class Value>
 __device__ __forceinline__ void keepInRegister(Value& value) {
-    asm("" : "+r"(value));
+    if constexpr (sizeof(Value) == 8) {
+        asm("" : "+l"(value));
+    } else {
+        asm("" : "+r"(value));
+    }
 }
 
 __device__ __forceinline__ uint32 sharedAddress(const void* pointer) {
