@@ -1,12 +1,13 @@
 """The tables of docs/bipolar.md: Bipolar-INT Tables 1 and 2 and the throughput of Figs 5-6 on this machine's GPU.
 
-    python scripts/bipolar_tables.py --json docs/results/bipolar-h200.json      # measure (one GPU, about 2 minutes)
+    python scripts/bipolar_tables.py --json docs/results/bipolar-h200.json      # measure (one GPU, about 2.5 minutes)
     python scripts/bipolar_tables.py --render docs/results/bipolar-h200.json    # print the tables of a finished run
 
 "product" is the product with its fused epilogue on activations that are quantized already, like the paper's; "op" is
 the whole Linear, with the quantizer of the activations. Inputs rotate through more memory than the L2 cache holds,
 except below 1024 rows. fp32, fp16, torch._int_mm and fp8 run on the same shapes in the same run, and every op's
-result is compared with the reference before it is timed.
+result is compared with the reference before it is timed. The two largest squares are timed twice: for up to a second
+without pause, as everything else, and in short bursts after pauses, in which the GPU keeps its clocks.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.bench.bursts import measure_bursts
 from quantkit.bench.report import environment
 from quantkit.bench.timing import measure, peak_bandwidth, rotation_length
 from quantkit.cli.common import check_json_path, write_json
@@ -45,7 +47,11 @@ LLAMA_2_7B = [(1024, 4096, 4096), (1024, 10752, 4096), (1024, 4096, 10752)]
 LLAMA_ATTENTION = [(1024, 1024, 128), (1024, 128, 1024)]
 DECODING = [(tokens, 4096, 4096) for tokens in (1, 2, 4, 8, 16)]
 WIDTHS = [(1, 1), (1, 2), (2, 2), (2, 4), (3, 4), (4, 4), (8, 8)]
-PEAKS = {"NVIDIA H200": {"binary": 15.4e15, "int8": 1.928e15}}  # measured with tensor cores alone, operations/s
+BURSTS = SQUARES[5:]
+PEAKS = {  # operations/s; binary and int8 measured with tensor cores alone, fp16 and fp8 from the data sheet
+    "NVIDIA H200": {"binary": 15.4e15, "int8": 1.928e15, "fp16": 0.9895e15, "fp8": 1.979e15}
+}
+_BASELINE_UNITS = {"fp16": "fp16", "int_mm": "int8", "fp8": "fp8"}
 _MOST_SETS = 256
 _REPEATS = 30
 _FP32_ROWS = 4096  # beyond it would take most of the run
@@ -73,13 +79,34 @@ def percent_of_peak(what: str, amount: float, seconds: float, unit: Unit) -> flo
     return percent
 
 
-def entry(what: str, shape: Shape, seconds: float, path: str = "", percent: float | None = None) -> dict[str, Any]:
-    """One measured time as it is stored."""
+def entry(
+    what: str, shape: Shape, seconds: float, path: str = "", percent: float | None = None, sm_mhz: int | None = None
+) -> dict[str, Any]:
+    """One measured time as it is stored; sm_mhz: the clock meanwhile."""
     rows, channels, columns = shape
     stored: dict[str, Any] = {"what": what, "M": rows, "N": channels, "K": columns, "us": round(seconds * 1e6, 2)}
     if path:
         stored["path"] = path
-    return stored if percent is None else {**stored, "percent_of_peak": round(percent, 1)}
+    if percent is not None:
+        stored["percent_of_peak"] = round(percent, 1)
+    return stored if sm_mhz is None else {**stored, "sm_mhz": sm_mhz}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product to time: calls on copies of its inputs; work: operations, of which ``unit`` has a peak."""
+
+    what: str
+    shape: Shape
+    calls: Sequence[Callable[[], Any]]
+    work: int
+    unit: Unit
+    path: str = ""
+
+    def entry(self, seconds: float, sm_mhz: int | None) -> dict[str, Any]:
+        """The case with its time; raises BenchError above the peak."""
+        percent = percent_of_peak(f"{self.what} at {self.shape}", self.work, seconds, self.unit)
+        return entry(self.what, self.shape, seconds, self.path, percent, sm_mhz)
 
 
 def _sets(bytes_per_call: int, device: torch.device) -> int:
@@ -90,11 +117,16 @@ def _copies(tensor: Tensor, count: int) -> Tensor:
     return tensor.expand(count, *tensor.shape).contiguous()
 
 
-def _time(calls: Sequence[Callable[[], Any]], device: torch.device) -> float:
-    return measure(calls, device, min_repeats=_REPEATS).median
+def _timed(case: Case, device: torch.device) -> dict[str, Any]:
+    timing = measure(case.calls, device, min_repeats=_REPEATS)
+    return case.entry(timing.median, timing.sm_mhz)
 
 
-def _baselines(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
+def _unit(name: str | None, device: torch.device) -> Unit:
+    return Unit(name or "", PEAKS.get(torch.cuda.get_device_name(device), {}).get(name or ""))
+
+
+def _baselines(shape: Shape, device: torch.device) -> Iterator[Case]:
     rows, channels, columns = shape
     count = _sets(2 * columns * (rows + channels), device)
     one = torch.ones((), device=device)
@@ -111,14 +143,13 @@ def _baselines(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
         products = {"fp16": products["fp16"]}
     elif rows > _FP32_ROWS:
         del products["fp32"]
-    found = []
     for name, (dtype, product) in products.items():
         deviation = 30 if dtype is torch.int8 else 1
         xs = _copies((deviation * torch.randn(rows, columns, device=device)).to(dtype), count)
         ws = _copies((deviation * torch.randn(channels, columns, device=device)).to(dtype), count)
         calls = [lambda x=x, w=w, f=product: f(x, w) for x, w in zip(xs, ws, strict=True)]
-        found.append(entry(name, shape, _time(calls, device)))
-    return found
+        unit = None if shape in DECODING else _BASELINE_UNITS.get(name)
+        yield Case(name, shape, calls, 2 * rows * channels * columns, _unit(unit, device))
 
 
 @dataclass(frozen=True)
@@ -163,12 +194,10 @@ def _op(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -> 
         lambda i=i: bipolar_prepared_linear(xs[i], *(w[i] for w in weights), given.clip, None, act_bits, True)
         for i in range(count)
     ]
-    seconds = _time(calls, device)
-    if runs_on_gemv(rows, act_bits):
-        percent = percent_of_peak(name, stored, seconds, Unit("memory", peak_bandwidth(device)))
-        return entry(f"{name} op", shape, seconds, "gemv", percent)
     path, work, unit = _path(shape, weight_bits, act_bits, device)
-    return entry(f"{name} op", shape, seconds, path, percent_of_peak(name, work, seconds, unit))
+    if runs_on_gemv(rows, act_bits):
+        path, work, unit = "gemv", stored, Unit("memory", peak_bandwidth(device))
+    return _timed(Case(f"{name} op", shape, calls, work, unit, path), device)
 
 
 def _path(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -> tuple[str, int, Unit]:
@@ -177,10 +206,10 @@ def _path(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -
     as_bytes = columns > path_for(weight_bits, act_bits, *torch.cuda.get_device_capability(device)).longest
     unit = "int8" if as_bytes else "binary"
     work = 2 * rows * channels * columns * (1 if as_bytes else weight_bits * act_bits)
-    return unit, work, Unit(unit, PEAKS.get(torch.cuda.get_device_name(device), {}).get(unit))
+    return unit, work, _unit(unit, device)
 
 
-def _product(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -> dict[str, Any]:
+def _product(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -> Case:
     """The product alone, of activations and, for INT8, weights that are in the kernel's order."""
     rows, channels, columns = shape
     path, work, unit = _path(shape, weight_bits, act_bits, device)
@@ -203,9 +232,15 @@ def _product(shape: Shape, weight_bits: int, act_bits: int, device: torch.device
         )
         for i in range(count)
     ]
-    seconds, name = _time(calls, device), f"w{weight_bits}a{act_bits}"
-    percent = percent_of_peak(f"{name} at {shape}", work, seconds, unit)
-    return entry(name, shape, seconds, path, percent)
+    return Case(f"w{weight_bits}a{act_bits}", shape, calls, work, unit, path)
+
+
+def _bursts(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
+    """The products of a shape in short bursts, all cases in turns."""
+    cases = [case for case in _baselines(shape, device) if case.what in _BASELINE_UNITS]
+    cases += [_product(shape, p, q, device) for p, q in WIDTHS]
+    found = measure_bursts([case.calls for case in cases], device)
+    return [case.entry(burst.seconds, burst.sm_mhz) for case, burst in zip(cases, found, strict=True)]
 
 
 def run() -> dict[str, Any]:
@@ -215,13 +250,17 @@ def run() -> dict[str, Any]:
     device = torch.device("cuda")
     entries: list[dict[str, Any]] = []
     for shape in [*SQUARES, *LLAMA_2_7B, *LLAMA_ATTENTION, *DECODING]:
-        entries += _baselines(shape, device)
+        entries += [_timed(case, device) for case in _baselines(shape, device)]
         if shape not in DECODING:
-            entries += [_product(shape, p, q, device) for p, q in WIDTHS]
+            entries += [_timed(_product(shape, p, q, device), device) for p, q in WIDTHS]
         entries += [_op(shape, p, q, device) for p, q in WIDTHS]
         torch.cuda.empty_cache()
+    bursts = []
+    for shape in BURSTS:
+        bursts += _bursts(shape, device)
+        torch.cuda.empty_cache()
     peaks = {**PEAKS.get(torch.cuda.get_device_name(device), {}), "memory": peak_bandwidth(device)}
-    return {"environment": environment(device), "peaks": peaks, "entries": entries}
+    return {"environment": environment(device), "peaks": peaks, "entries": entries, "bursts": bursts}
 
 
 def render(entries: Sequence[dict[str, Any]], shapes: Sequence[Shape], *, tops: bool = False) -> str:
@@ -250,8 +289,28 @@ def _cell(found: dict[str, Any] | None, fp16_us: float, tops: bool) -> str:
     return f" {found['us']:.1f} ({fp16_us / found['us']:.2f}{percent}{path}) "
 
 
-def report(entries: Sequence[dict[str, Any]]) -> str:
-    """Every table of a run, with the paper's number of it above each."""
+def render_bursts(entries: Sequence[dict[str, Any]], bursts: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table of both times of each case, up to a second without pause and in bursts, with the clocks."""
+    sustained, short = ({(e["what"], e["M"], e["N"], e["K"]): e for e in times} for times in (entries, bursts))
+    shapes = list(dict.fromkeys((e["M"], e["N"], e["K"]) for e in bursts))
+    title = "".join(f" {m} x {n} x {k}, sustained | burst |" for m, n, k in shapes)
+    lines = ["| us (x fp16, % of peak) |" + title, "|---" * (2 * len(shapes) + 1) + "|"]
+    for name in dict.fromkeys(e["what"] for e in bursts):
+        cells = [
+            _cell(times.get((name, *shape)), times["fp16", *shape]["us"], False) + _clock(times.get((name, *shape)))
+            for shape in shapes
+            for times in (sustained, short)
+        ]
+        lines.append(f"| {name} |" + "|".join(cells) + "|")
+    return "\n".join(lines)
+
+
+def _clock(found: dict[str, Any] | None) -> str:
+    return f"at {found['sm_mhz']} MHz " if found and "sm_mhz" in found else ""
+
+
+def report(entries: Sequence[dict[str, Any]], bursts: Sequence[dict[str, Any]] = ()) -> str:
+    """Every table of a run, with the paper's number of it above each; without bursts, not that of them."""
     products = [e for e in entries if not e["what"].endswith(" op")]
     names = {e["what"] for e in products if "path" not in e}
     ops = [e for e in entries if e["what"] in names or e["what"].endswith(" op")]
@@ -263,6 +322,7 @@ def report(entries: Sequence[dict[str, Any]]) -> str:
             f"Fig 6\n\n{render(products, [*LLAMA_ATTENTION, *LLAMA_2_7B], tops=True)}",
             f"Whole op\n\n{render(ops, [SQUARES[5], SQUARES[6], *LLAMA_2_7B])}",
             f"Few tokens (whole op)\n\n{render(ops, DECODING)}",
+            *([f"Sustained and in bursts\n\n{render_bursts(products, bursts)}"] if bursts else []),
         ]
     )
 
@@ -280,7 +340,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     write_json(options.json, document)
-    print(report(document["entries"]))
+    print(report(document["entries"], document.get("bursts", ())))
     return 0
 
 

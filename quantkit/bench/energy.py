@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quantkit.bench.nvml import open_nvml
 from quantkit.bench.timing import CALLS_PER_GRAPH, capture
 from quantkit.errors import BenchError
 
@@ -33,15 +34,10 @@ def energy_per_call(calls: Sequence[Callable[[], Any]], device: torch.device) ->
     """
     if device.type != "cuda":
         raise BenchError("--energy reads the GPU's counter; use --device cuda")
-    try:
-        import pynvml
-    except ImportError as error:
-        raise BenchError("--energy needs nvidia-ml-py: pip install 'quantkit[energy]'") from error
+    pynvml, handle = open_nvml(device)
     rounds = -(-CALLS_PER_GRAPH // len(calls))
     graph = capture(list(calls) * rounds, device)
     try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         graph.replay()
         torch.cuda.synchronize(device)
         replays, started, before = 0, time.perf_counter(), pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)

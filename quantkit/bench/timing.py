@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
+from quantkit.bench.nvml import sm_megahertz
 from quantkit.errors import BenchError
 
 MIN_REPEATS = 100
@@ -45,12 +46,16 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call: median, 10th and 90th percentile over ``repeats`` timed repeats."""
+    """Seconds per call: median, 10th and 90th percentile over ``repeats`` timed repeats.
+
+    sm_mhz: clock of a GPU's multiprocessors behind the last of them, None where NVML cannot say.
+    """
 
     median: float
     p10: float
     p90: float
     repeats: int
+    sm_mhz: int | None = None
 
 
 def rotation_length(bytes_per_call: int, device: torch.device) -> int:
@@ -113,7 +118,10 @@ def _measure_cuda(calls: Sequence[Call], device: torch.device, min_repeats: int)
             end.record()
             end.synchronize()
             spans.append(start.elapsed_time(end) / 1e3 / count)
-    return _summary(spans)
+        graph.replay()  # the clock is that of work without pause
+        clock = sm_megahertz(device)
+        torch.cuda.synchronize()
+    return replace(_summary(spans), sm_mhz=clock)
 
 
 def _measure_cpu(calls: Sequence[Call], min_repeats: int) -> Timing:

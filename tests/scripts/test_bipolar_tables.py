@@ -69,6 +69,28 @@ def test_a_table_compares_with_fp16_and_shows_the_share_of_the_peak(tables: Modu
     assert "| w2a2 |" not in whole_op
 
 
+def test_bursts_stand_beside_the_long_measurement_with_their_clocks(tables: ModuleType) -> None:
+    long = [
+        tables.entry("fp16", SHAPE, 217e-6, "", 64.0, 1500),
+        tables.entry("w1a1", SHAPE, 26e-6, "binary", 34.0, 1600),
+    ]
+    short = [tables.entry("fp16", SHAPE, 190e-6, "", 73.1, 1980), tables.entry("w1a1", SHAPE, 20e-6, "binary", 44.6)]
+    assert tables.report(long, short).split("Sustained and in bursts\n\n")[1].splitlines() == [
+        "| us (x fp16, % of peak) | 4096 x 4096 x 4096, sustained | burst |",
+        "|---|---|---|",
+        "| fp16 | 217.0 (1.00, 64 %) at 1500 MHz | 190.0 (1.00, 73 %) at 1980 MHz |",
+        "| w1a1 | 26.0 (8.35, 34 %) at 1600 MHz | 20.0 (9.50, 45 %) |",
+    ]
+    assert "bursts" not in tables.report(long)
+
+
+def test_a_case_above_the_peak_is_refused_by_name(tables: ModuleType) -> None:
+    case = tables.Case("w2a2", SHAPE, [], 2 * 4096**3 * 4, tables.Unit("binary", PEAK), "binary")
+    assert case.entry(50e-6, None)["percent_of_peak"] == pytest.approx(71.4, abs=0.1)
+    with pytest.raises(BenchError, match=r"w2a2 at \(4096, 4096, 4096\): \d+ % of this GPU's binary peak"):
+        case.entry(30e-6, None)
+
+
 def test_without_a_hopper_gpu_it_says_so(
     tables: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
