@@ -34,25 +34,30 @@ struct Columns {
 
     // vectors: rows begin at multiples of 16 bytes and K is a multiple of kRun.
     __device__ __forceinline__ Columns(const uint8* row, int first, int K, bool vectors) {
+        if (!vectors) {
+            loadSingly(row, first, K);
+            return;
+        }
         const uint8* from = row + size_t(first) * kElement;
         keepInRegister(from);  // one address for all runs
 #pragma unroll
         for (int run = 0; run < kRuns; run++) {
-            const bool wanted = vectors && first + run * kRunDistance < K;
+            const bool wanted = first + run * kRunDistance < K;
 #pragma unroll
             for (int w = 0; w < kRunWords; w += kBytesPerWord) {
                 uint4 part = make_uint4(0, 0, 0, 0);
-                if (wanted) part = *reinterpret_cast<const uint4*>(from + run * kRunDistance * kElement + w * 4);
+                if (wanted) part = __ldg(reinterpret_cast<const uint4*>(from + run * kRunDistance * kElement + w * 4));
                 word[run][w] = part.x, word[run][w + 1] = part.y;
                 word[run][w + 2] = part.z, word[run][w + 3] = part.w;
             }
         }
-        if (!vectors) loadSingly(row, first, K);
     }
 
     __device__ __forceinline__ void loadSingly(const uint8* row, int first, int K) {
 #pragma unroll
         for (int run = 0; run < kRuns; run++) {
+#pragma unroll
+            for (int w = 0; w < kRunWords; w++) word[run][w] = 0;
 #pragma unroll
             for (int i = 0; i < kRun; i++) {
                 const int column = first + run * kRunDistance + i;
@@ -89,8 +94,8 @@ struct Columns {
     }
 };
 
-// The codes of a row. With u = RN(RN(x / step) + limit) clamped to 0 .. 2 limit, a code is floor((u + 1) / 2) in an even
-// and ceil((u - 1) / 2) in an odd column, and one multiply-add with directed rounding puts it into the second byte of
+// The codes of a row. With u = RN(RN(x / step) + limit) clamped to 0 .. 2 limit, a code is floor((u + 1) / 2) in an
+// even and ceil((u - 1) / 2) in an odd column; one multiply-add with directed rounding puts it into the second byte of
 // a float: at 2^15 a float counts in steps of 2^-8, so adding rounds to those steps, and the bits above are the floor,
 // or, where 1 - 2^-8 was added, the ceiling. All is in units of 2^(q + 1), which rounds alike: adding saturates at 0
 // then, and at a number above 2 limit, without an instruction more.
@@ -107,7 +112,8 @@ struct Coder {
     static constexpr float kAboveOne = 1.00000011920929f;      // 1 + 2^-23
 
     // peak: bits of the row's largest |x|.
-    __device__ __forceinline__ Coder(float given, int limit, uint32 peak) : step(given > 0.f ? given : 1.f), limit(limit) {
+    __device__ __forceinline__ Coder(float given, int limit, uint32 peak)
+        : step(given > 0.f ? given : 1.f), limit(limit) {
         ordinary = step >= 1.f / kOrdinary && step <= kOrdinary && __uint_as_float(peak) <= kOrdinary;
         divisor = __fmul_rn(step, unit());
         inverse = __frcp_rn(divisor);
@@ -170,7 +176,8 @@ __device__ __forceinline__ void clearBehind(uint32 (&codes)[kWords], int first, 
 template <int kPlanes>
 __device__ __forceinline__ void transposeBits(uint32 (&words)[kWords]) {
     constexpr int kGroup = kPlanes > 4 ? 8 : kPlanes > 2 ? 4 : kPlanes;
-    constexpr uint32 kLowBits[] = {0, 0x55555555u, 0x33333333u, 0, 0x0F0F0F0Fu};  // with bit `distance` of their number 0
+    // Bits whose number has the bit `distance` clear.
+    constexpr uint32 kLowBits[] = {0, 0x55555555u, 0x33333333u, 0, 0x0F0F0F0Fu};
 #pragma unroll
     for (int i = kGroup; i < kWords; i++) words[i % kGroup] += words[i] << (i - i % kGroup);
 #pragma unroll
