@@ -1,41 +1,25 @@
 // One turn of a warp in bcq_binary_gemv.cu: its share of the two tensor-core products, from shared memory to registers.
 #pragma once
 #include "bcq_planes.cuh"
-#include "mma.cuh"
+#include "bcq_ring.cuh"
 
 constexpr int kColumns = 8;      // of the second product
 constexpr int kLaneColumns = 2;  // of a lane: 2t, 2t + 1
 constexpr float kTwiceCodes = 33554432.0f;  // 2 * 2^24
-constexpr int kVectorBytes = sizeof(uint4);
-
-// The same value, which the compiler keeps instead of computing it again at every use.
-__device__ __forceinline__ uint32 pinned(uint32 value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-__device__ __forceinline__ const uint4* pinned(const uint4* pointer) {
-    asm volatile("" : "+l"(pointer));
-    return pointer;
-}
 
 // Sizes of an instance, and how the columns of a batch are given out: column = segment * kPlaneBlock + plane.
 template <int kBits, int kSegment, int kScaleBits, int kSteps>
-struct Shape {
-    static constexpr int kTileSegments = kTileColumns / kSegment;
-    static constexpr int kTurnSegments = kSteps * kTileSegments;
-    static constexpr int kEntryBytes = kLaneRows * kScaleBits / kBitsPerByte;
-    static constexpr int kSignVectors = kBits * kWarpSize;        // of a tile
-    static constexpr int kSignBytes = kSteps * kSignVectors * kVectorBytes;
+struct BinaryShape : TurnShape<kBits, kSegment, kScaleBits, kSteps> {
     static constexpr int kPlaneBlock = kBits > 2 ? 4 : kBits;     // planes side by side
     static constexpr int kBlocks = (kBits + kPlaneBlock - 1) / kPlaneBlock;
     static constexpr int kSegments = kColumns / kPlaneBlock;      // of a batch
-    static constexpr bool kFilled = kTurnSegments % kSegments == 0;  // every column of every batch has a segment
+    static constexpr bool kFilled = BinaryShape::kTurnSegments % kSegments == 0;  // every column of every batch has a segment
 };
 
 // What a lane needs in every turn: byte offsets of its columns' scales and segments; the second product's matrices.
 template <int kBits, int kSegment, int kScaleBits, int kSteps>
 struct Lane {
-    using S = Shape<kBits, kSegment, kScaleBits, kSteps>;
+    using S = BinaryShape<kBits, kSegment, kScaleBits, kSteps>;
     uint32 vector, quad, scale[kLaneColumns], about[kLaneColumns], batchScales, shift;
     uint2 weights[kColumns];
 
@@ -94,21 +78,14 @@ __device__ __forceinline__ uint2 segmentPlanes(uint32 first, uint32 second, int 
 __device__ __forceinline__ uint32 permuted(int first, int second) { return __byte_perm(first, second, 0x5410); }
 __device__ __forceinline__ uint32 multiplied(int first, int second, uint32 shift) { return second * shift + first; }
 
-// The entries of rows g and g + 8, the first in the low bits.
-template <int kScaleBits>
-__device__ __forceinline__ uint32 loadPair(uint32 shared) {
-    if constexpr (kScaleBits == 16) return loadShared4(shared);
-    else return loadShared2(shared);
-}
-
 // Scale the sums of one batch and add them to `sums` [token][row of the lane].
 // scales, records: shared addresses of the batch's first scales (less Lane::scale) and segment (less Lane::about).
 template <int kBits, int kSegment, int kScaleBits, int kSteps, int kTokens>
-__device__ __forceinline__ void addBatch(const float (&codes)[Shape<kBits, kSegment, kScaleBits, kSteps>::kBlocks][kTokens][4],
+__device__ __forceinline__ void addBatch(const float (&codes)[BinaryShape<kBits, kSegment, kScaleBits, kSteps>::kBlocks][kTokens][4],
                                          uint32 scales, int entries, uint32 records, uint32 tokenBytes,
                                          const Lane<kBits, kSegment, kScaleBits, kSteps>& lane,
                                          float (&sums)[kTokens][kLaneRows]) {
-    using S = Shape<kBits, kSegment, kScaleBits, kSteps>;
+    using S = BinaryShape<kBits, kSegment, kScaleBits, kSteps>;
 #pragma unroll
     for (int column = 0; column < kLaneColumns; ++column) {
         float2 about[kTokens];
@@ -148,7 +125,7 @@ template <int kBits, int kSegment, int kScaleBits, int kSteps, int kTokens>
 __device__ __forceinline__ void multiplyTurn(uint32 slot, int entries, uint32 records, uint32 tokenBytes,
                                              const Lane<kBits, kSegment, kScaleBits, kSteps>& lane,
                                              float (&sums)[kTokens][kLaneRows]) {
-    using S = Shape<kBits, kSegment, kScaleBits, kSteps>;
+    using S = BinaryShape<kBits, kSegment, kScaleBits, kSteps>;
     constexpr int kRecord = recordBytes<kSegment>();
     const uint32 ownSigns = slot + lane.vector, ownPlanes = records + lane.vector;
     uint4 signs[kBits], x[kTokens];
@@ -207,3 +184,19 @@ __device__ __forceinline__ void flush(float (&sums)[kTokens][kLaneRows], float* 
         sums[m][0] = sums[m][1] = 0.0f;
     }
 }
+
+// What bcq_ring.cuh runs.
+template <int kBits, int kSegment, int kScaleBits_, int kTokens_, int kSteps>
+struct BinaryProduct {
+    using Shape = BinaryShape<kBits, kSegment, kScaleBits_, kSteps>;
+    using Record = PlaneRecord<kSegment>;
+    static constexpr int kScaleBits = kScaleBits_, kTokens = kTokens_, kSetRows = 1;
+    const Lane<kBits, kSegment, kScaleBits, kSteps> own;
+    float sums[kTokens][kLaneRows] = {};
+
+    __device__ __forceinline__ BinaryProduct(int lane, int entries, uint32 groupBytes) : own(lane, entries, groupBytes) {}
+    __device__ __forceinline__ void multiplyTurn(uint32 slot, int entries, uint32 records, uint32 setBytes) {
+        ::multiplyTurn<kBits, kSegment, kScaleBits, kSteps, kTokens>(slot, entries, records, setBytes, own, sums);
+    }
+    __device__ __forceinline__ void flush(float* target, int lane) { ::flush<kTokens>(sums, target, lane); }
+};

@@ -121,6 +121,13 @@ __device__ __forceinline__ uint32 largestMagnitudes(uint32 a, uint32 b) {
     return larger;
 }
 
+// The larger of |a| and |b|, NaN where one of them is.
+__device__ __forceinline__ float largerMagnitude(float a, float b) {
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(a)), "f"(fabsf(b)));
+    return larger;
+}
+
 // Hides where a value came from, so that the compiler keeps it and does not work it out again in every pass of a loop.
 template <class Value>
 __device__ __forceinline__ void keepInRegister(Value& value) {

@@ -1,4 +1,4 @@
-"""Times block layouts of bcq_binary_gemv and its peers: where the tables in quantkit/cuda/bcq_units.py come from.
+"""Times block layouts of bcq_binary_gemv, bcq_int8_gemv and their peers: what quantkit/cuda/bcq_units.py is tuned by.
 
 python scripts/tune_bcq.py [--sizes 4096,12288,16384] [--bits 1,2,4] [--json FILE]
 """
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from quantkit.bench.timing import measure, rotation_length
-from quantkit.cuda.bcq_units import BinaryTile
+from quantkit.cuda.bcq_units import GemvTile
 from quantkit.errors import KernelError
-from quantkit.ops.bcq_cuda import binary_gemv, lut_gemv
+from quantkit.ops.bcq_cuda import binary_gemv, int8_gemv, lut_gemv
 from quantkit.ops.bcq_tiles import BcqTiles
 
-LAYOUTS = {  # (planes, tokens) -> (warps, steps, depth, resident)
+Gemv = Callable[..., Tensor]
+Layout = tuple[int | None, ...]  # the fields of GemvTile
+LAYOUTS: dict[tuple[int, int], list[Layout]] = {  # by planes and rows
     (1, 1): [(16, 4, 3, 1), (16, 4, 4, 1), (12, 4, 4, 1), (8, 4, 3, 2)],
     (2, 1): [(16, 2, 3, 1), (16, 2, 4, 1), (16, 4, 2, 1), (8, 2, 4, 2)],
     (3, 1): [(16, 1, 4, 1), (12, 1, 5, 1), (8, 1, 4, 2)],
@@ -28,6 +30,14 @@ LAYOUTS = {  # (planes, tokens) -> (warps, steps, depth, resident)
     (1, 4): [(12, 4, 3, 1), (16, 4, 2, 1)],
     (2, 4): [(12, 2, 3, 1), (16, 2, 2, 1)],
     (4, 4): [(12, 1, 3, 1), (16, 1, 3, 1)],
+}
+INT8_LAYOUTS: dict[tuple[int, int], list[Layout]] = {
+    (1, 4): [(8, 4, 4, 1), (12, 2, 4, 1), (16, 4, 2, 1)],
+    (2, 4): [(8, 2, 4, 1), (12, 2, 3, 1), (16, 2, 2, 1), (16, 1, 4, 1), (12, 2, 3, 1, 2)],
+    (4, 4): [(8, 1, 4, 1), (12, 1, 2, 1), (16, 1, 2, 1), (16, 1, 3, 1), (12, 1, 3, 1, 2)],
+    (1, 8): [(8, 4, 3, 1), (12, 2, 3, 1)],
+    (2, 8): [(8, 2, 3, 1), (12, 1, 4, 1), (12, 2, 2, 1), (16, 1, 3, 1), (12, 2, 3, 1, 2)],
+    (4, 8): [(8, 1, 3, 1), (12, 1, 2, 1), (12, 1, 4, 1), (16, 1, 2, 1), (12, 1, 3, 1, 2)],
 }
 CUDA = torch.device("cuda")
 
@@ -45,8 +55,20 @@ def microseconds(make: Callable[[int], Callable[[], Any]], count: int) -> float:
     return measure([make(i) for i in range(count)], CUDA).median * 1e6
 
 
-def _calls(x: Tensor, weights: list[BcqTiles], tile: BinaryTile | None) -> Callable[[int], Callable[[], Any]]:
-    return lambda i: lambda: binary_gemv(x, weights[i], None, tile=tile, settled=True)
+def _calls(gemv: Gemv, x: Tensor, weights: list[BcqTiles], tile: GemvTile | None) -> Callable[[int], Callable[[], Any]]:
+    return lambda i: lambda: gemv(x, weights[i], None, tile=tile, settled=True)
+
+
+def candidates(bits: int, rows: int) -> dict[str, tuple[Gemv, GemvTile | None]]:
+    """By name: the tables' layouts and those to compare them with. Names are the fields of GemvTile."""
+    found: dict[str, tuple[Gemv, GemvTile | None]] = {"table": (binary_gemv, None)}
+    for layout in LAYOUTS.get((bits, rows), []):
+        found["x".join(map(str, layout))] = binary_gemv, GemvTile(*layout)  # type: ignore[arg-type]
+    if rows > 1:
+        found["int8"] = int8_gemv, None
+    for layout in INT8_LAYOUTS.get((bits, rows), []):
+        found["int8-" + "x".join(map(str, layout))] = int8_gemv, GemvTile(*layout)  # type: ignore[arg-type]
+    return found
 
 
 def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict[str, float]:
@@ -56,12 +78,11 @@ def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict
     weights = [random_tiles(bits, size, group_size, offset) for _ in range(count)]
     x = torch.randn(rows, size, device=CUDA).half()
     torch.cuda.synchronize()
-    layouts = {"x".join(map(str, layout)): BinaryTile(*layout) for layout in LAYOUTS.get((bits, rows), [])}
     result: dict[str, float] = {}
     total = weights_bytes + weights[0].scale_tiles.numel() * 2
-    for name, tile in {"table": None, **layouts}.items():
+    for name, (gemv, tile) in candidates(bits, rows).items():
         try:
-            result[name] = microseconds(_calls(x, weights, tile), count)
+            result[name] = microseconds(_calls(gemv, x, weights, tile), count)
         except KernelError as error:
             result[name] = float("nan")
             print(name, error)
@@ -89,7 +110,7 @@ def main() -> None:
             for group_size, offset, rows in [
                 *((group, False, 1) for group in (128, 32, size)),
                 (128, True, 1),
-                *((128, False, count) for count in (4, 8)),
+                *((128, False, count) for count in (2, 4, 8)),
             ]:
                 results[f"q{bits}-{size}-g{group_size}-o{offset:d}-M{rows}"] = tune(
                     bits, size, group_size, offset, rows

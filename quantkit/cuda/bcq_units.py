@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -13,10 +13,11 @@ from quantkit.formats.bcq import SCALE_BITS
 from quantkit.formats.planes import BITS_PER_BYTE, MAX_BITS
 
 SEGMENTS = (256, 128, 64, 32)  # columns that share an activation scale: the largest that divides the group size
+_INT8_SEGMENTS = SEGMENTS[1:]  # a sum of 256 codes does not fit into the 23 bits of a float
 TILE_ROWS, TILE_COLUMNS = 16, 256
 _LANES, _VECTOR_BYTES = 32, 16
 _PLANE_BYTES = _LANES * _VECTOR_BYTES  # of one k tile: 16 planes of activations, or one plane of weights
-_ABOUT_BYTES, _FLOAT_BYTES = 8, 4  # per segment: scale and sum of the codes
+_FLOAT_BYTES = 4
 LUT_BLOCK_TILES = 2  # k tiles whose tables a block of bcq_lut_gemv keeps
 LUT_WARPS = 8  # of such a block
 LUT_SHARED = LUT_BLOCK_TILES * TILE_COLUMNS // 8 * 256 * _FLOAT_BYTES  # a table of 256 sums for every 8 columns
@@ -33,6 +34,10 @@ _WARPS = {
     1: ((4, 16), (8, 12)),
     2: ((4, 12), (8, 8)),
     4: ((4, 12), (8, 8)),
+}
+_INT8_WARPS = {
+    4: ((4, 12), (8, 12)),
+    8: ((4, 12), (8, 8)),
 }
 _RESIDENT_WARPS = 8  # where two blocks share a multiprocessor
 _OVERLAP_CAPABILITY = (9, 0)  # from here on a launch may start before its predecessor ends, and blocks form clusters
@@ -53,8 +58,22 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class BinaryCase:
-    """What an instance of bcq_binary_gemv computes.
+class Products:
+    """How a kernel multiplies: its source and function, bytes it keeps of a segment of x, most warps by tokens."""
+
+    source: str
+    function: str
+    about_bytes: int
+    warps: Mapping[int, tuple[tuple[int, int], ...]]
+
+
+BINARY_PRODUCTS = Products("bcq_binary_gemv.cu", "bcqBinaryGemv", 8, _WARPS)
+INT8_PRODUCTS = Products("bcq_int8_gemv.cu", "bcqInt8Gemv", 16, _INT8_WARPS)
+
+
+@dataclass(frozen=True)
+class GemvCase:
+    """What an instance of bcq_binary_gemv or, with ``int8``, bcq_int8_gemv computes.
 
     segment: columns per activation scale. scale_bits: 16 or 8, of a stored scale. tokens: rows of x at once.
     """
@@ -63,6 +82,18 @@ class BinaryCase:
     segment: int
     scale_bits: int
     tokens: int
+    int8: bool = False
+
+    @property
+    def products(self) -> Products:
+        """How it multiplies."""
+        return INT8_PRODUCTS if self.int8 else BINARY_PRODUCTS
+
+    @property
+    def record_bytes(self) -> int:
+        """What a block keeps of one k tile of x, over all tokens."""
+        about = TILE_COLUMNS // self.segment * self.products.about_bytes
+        return self.tokens * (_PLANE_BYTES + max(_VECTOR_BYTES, about))
 
     def tile_bytes(self, entries: int) -> int:
         """Signs and scales of one tile with ``entries`` numbers per group and row."""
@@ -71,25 +102,24 @@ class BinaryCase:
 
 
 @dataclass(frozen=True)
-class BinaryTile:
-    """How a block of bcq_binary_gemv is laid out.
+class GemvTile:
+    """How a block of those kernels is laid out.
 
     warps: per block. steps: tiles per slot of a warp's ring. depth: slots per ring, one of which is being read.
-    resident: blocks of successive launches that one multiprocessor holds.
+    resident: blocks of successive launches that one multiprocessor holds. cluster: blocks that share row tiles, each
+    with a part of K; None: by the length of the rows.
     """
 
     warps: int
     steps: int
     depth: int
     resident: int = 1
+    cluster: int | None = None
 
 
 @dataclass(frozen=True)
-class BinaryPlan:
-    """One launch of bcq_binary_gemv: the instance, blocks per group of tokens, passes over K, shared memory.
-
-    cluster: blocks that share row tiles, each with a part of K.
-    """
+class GemvPlan:
+    """One launch: the instance, blocks per group of tokens, passes over K, shared memory; cluster: see GemvTile."""
 
     unit: CompileUnit
     blocks: int
@@ -113,24 +143,30 @@ def segment_columns(group_size: int) -> int:
     for columns in SEGMENTS:
         if group_size % columns == 0:
             return columns
-    raise KernelError(f"bcq_binary_gemv needs a group size that is a multiple of 32, not {group_size}")
+    raise KernelError(f"bcq_binary_gemv and bcq_int8_gemv need a group size that is a multiple of 32, not {group_size}")
 
 
-def tokens_at_once(tokens: int, weight_bits: int) -> int:
-    """Tokens per block: 1, 2 or 4; at most 2 from 6 planes on, where 4 do not fit into the registers."""
+def gemv_case(weight_bits: int, segment: int, scale_bits: int, tokens: int, *, int8: bool) -> GemvCase:
+    """The instance for ``tokens`` rows of x and a segment of the group size.
+
+    Binary: 1, 2 or 4 tokens at once, at most 2 from 6 planes on, where 4 do not fit into the registers. INT8: 4 or 8.
+    """
+    if int8:
+        return GemvCase(weight_bits, min(segment, _INT8_SEGMENTS[0]), scale_bits, 4 if tokens <= 4 else 8, int8)
     most = 4 if weight_bits <= 5 else 2
-    return next(count for count in (1, 2, 4) if count >= min(tokens, most))
+    at_once = next(count for count in (1, 2, 4) if count >= min(tokens, most))
+    return GemvCase(weight_bits, segment, scale_bits, at_once)
 
 
-def residencies(case: BinaryCase, capability: tuple[int, int]) -> tuple[int, ...]:
+def residencies(case: GemvCase, capability: tuple[int, int]) -> tuple[int, ...]:
     """Blocks per multiprocessor that there are layouts for: also two where launches overlap and registers allow it."""
     small = case.tokens == 1 and case.weight_bits <= _FEW_PLANES
     return (1, 2) if small and capability >= _OVERLAP_CAPABILITY else (1,)
 
 
-def binary_tile(case: BinaryCase, capability: tuple[int, int], resident: int = 1) -> BinaryTile:
+def gemv_tile(case: GemvCase, capability: tuple[int, int], resident: int = 1) -> GemvTile:
     """The layout for an instance on a compute capability: as many bytes in flight as shared memory allows."""
-    warps = next(warps for planes, warps in _WARPS[case.tokens] if case.weight_bits <= planes)
+    warps = next(warps for planes, warps in case.products.warps[case.tokens] if case.weight_bits <= planes)
     warps = _RESIDENT_WARPS if resident > 1 else warps
     crowded = case.tokens * case.weight_bits >= _CROWDED or case.weight_bits > _FEW_PLANES
     if crowded and case.segment < _ROOMY_SEGMENT:
@@ -144,14 +180,14 @@ def binary_tile(case: BinaryCase, capability: tuple[int, int], resident: int = 1
         steps //= 2
     warps = min(warps, max(_LEAST_WARPS, room // (2 * step * steps) // _LEAST_WARPS * _LEAST_WARPS))
     depth = max(2, min(_MOST_DEPTH, room // (warps * step * steps)))
-    return BinaryTile(warps, steps, depth, resident)
+    return GemvTile(warps, steps, depth, resident)
 
 
-def binary_unit(case: BinaryCase, tile: BinaryTile) -> CompileUnit:
-    """bcq_binary_gemv for a case and a layout."""
+def gemv_unit(case: GemvCase, tile: GemvTile) -> CompileUnit:
+    """The instance for a case and a layout."""
     arguments = (case.weight_bits, case.segment, case.scale_bits, case.tokens)
     layout = (tile.warps, tile.steps, tile.depth, tile.resident)
-    return CompileUnit("bcq_binary_gemv.cu", "bcqBinaryGemv", arguments + layout)
+    return CompileUnit(case.products.source, case.products.function, arguments + layout)
 
 
 def _leave_one(row_tiles: int, ranges: int) -> int:
@@ -164,22 +200,24 @@ def _leave_one(row_tiles: int, ranges: int) -> int:
 
 
 @cache
-def plan_binary(
-    case: BinaryCase, *, entries: int, tile_counts: tuple[int, int], gpu: Gpu, tile: BinaryTile | None = None
-) -> BinaryPlan:
+def plan_gemv(
+    case: GemvCase, *, entries: int, tile_counts: tuple[int, int], gpu: Gpu, tile: GemvTile | None = None
+) -> GemvPlan:
     """The instance, blocks, passes and shared memory of one launch.
 
     entries: numbers per group and row. tile_counts: (row tiles, k tiles) of the weight. tile: not the table's layout.
-    Raises KernelError where not even one turn's planes fit beside the rings.
+    Raises KernelError where not even one turn's record of x fits beside the rings.
     """
     row_tiles, k_tiles = tile_counts
     if tile is None:
         # Two blocks where the next launch's first slots are a good part of what it reads at all.
         own_bytes = ceil(row_tiles / gpu.processors) * k_tiles * case.tile_bytes(entries)
         light = own_bytes <= shared_limit(*gpu.capability, 2)
-        tile = binary_tile(case, gpu.capability, residencies(case, gpu.capability)[-1 if light else 0])
-    long = k_tiles >= _SPLIT_TILES and case.tokens == tile.resident == 1
-    cluster = _SPLIT if long and gpu.capability >= _OVERLAP_CAPABILITY else 1
+        tile = gemv_tile(case, gpu.capability, residencies(case, gpu.capability)[-1 if light else 0])
+    cluster = tile.cluster
+    if cluster is None:
+        cluster = _SPLIT if k_tiles >= _SPLIT_TILES and case.tokens == tile.resident == 1 else 1
+    cluster = cluster if gpu.capability >= _OVERLAP_CAPABILITY else 1
     k_tiles = ceil(k_tiles / cluster)
     limit = shared_limit(*gpu.capability, tile.resident)
     ring = tile.warps * tile.steps * tile.depth * case.tile_bytes(entries)
@@ -190,13 +228,12 @@ def plan_binary(
         most_ranges = _leave_one(row_tiles, most_ranges)
     ranges = max(min(row_tiles, most_ranges), ceil(row_tiles / most_tiles))
     sums = sums_per_tile * ceil(row_tiles / ranges)
-    record = _PLANE_BYTES + max(_VECTOR_BYTES, TILE_COLUMNS // case.segment * _ABOUT_BYTES)
-    fitting = (limit - ring - sums) // (case.tokens * record) // tile.steps * tile.steps
+    fitting = (limit - ring - sums) // case.record_bytes // tile.steps * tile.steps
     if fitting < 1:
-        raise KernelError(f"bcq_binary_gemv: a layout of {tile} does not fit into shared memory")
+        raise KernelError(f"{case.products.source}: a layout of {tile} does not fit into shared memory")
     pass_tiles = ceil(ceil(k_tiles / ceil(k_tiles / fitting)) / tile.steps) * tile.steps
-    shared_mem = ring + sums + case.tokens * record * pass_tiles
-    return BinaryPlan(binary_unit(case, tile), ranges * cluster, cluster, pass_tiles, shared_mem, tile.warps)
+    shared_mem = ring + sums + case.record_bytes * pass_tiles
+    return GemvPlan(gemv_unit(case, tile), ranges * cluster, cluster, pass_tiles, shared_mem, tile.warps)
 
 
 def lut_unit(weight_bits: int, fine: bool, scale_bits: int) -> CompileUnit:
@@ -218,6 +255,16 @@ def dequantize_unit(weight_bits: int, scale_bits: int) -> CompileUnit:
     return CompileUnit("bcq_dequantize.cu", "bcqDequantize", (weight_bits, scale_bits))
 
 
+def _gemv_cases(weight_bits: int, scale_bits: int) -> list[GemvCase]:
+    cases = [
+        gemv_case(weight_bits, segment, scale_bits, tokens, int8=int8)
+        for int8 in (False, True)
+        for segment in SEGMENTS
+        for tokens in (1, 2, 4, 8)
+    ]
+    return list(dict.fromkeys(cases))
+
+
 def bcq_units(major: int, minor: int) -> Iterator[CompileUnit]:
     """Every bcq instance that can be asked for on a GPU of this compute capability."""
     yield SUM_PARTIALS
@@ -226,8 +273,6 @@ def bcq_units(major: int, minor: int) -> Iterator[CompileUnit]:
             yield dequantize_unit(weight_bits, scale_bits)
             for fine in (False, True):
                 yield lut_unit(weight_bits, fine, scale_bits)
-            for segment in SEGMENTS:
-                for tokens in sorted({tokens_at_once(count, weight_bits) for count in (1, 2, 4)}):
-                    case = BinaryCase(weight_bits, segment, scale_bits, tokens)
-                    for resident in residencies(case, (major, minor)):
-                        yield binary_unit(case, binary_tile(case, (major, minor), resident))
+            for case in _gemv_cases(weight_bits, scale_bits):
+                for resident in residencies(case, (major, minor)):
+                    yield gemv_unit(case, gemv_tile(case, (major, minor), resident))

@@ -117,7 +117,7 @@ _ROWS: tuple[_Row, ...] = (
         INT8_MMA,
         native=lambda cc: cc >= (7, 5),
         emulated=_never,
-        used_by="int8_gemm, bipolar_gemm, int8_attention",
+        used_by="int8_gemm, bipolar_gemm, int8_attention, bcq_int8_gemv",
         notes={Support.NATIVE: "", Support.MISSING: "needs compute capability 7.5"},
     ),
     _Row(

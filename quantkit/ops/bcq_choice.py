@@ -25,11 +25,12 @@ from quantkit.cuda.timing import cold_seconds
 from quantkit.cuda.units import write_whole
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import CODE_BITS
-from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, KERNELS, LUT, binary_segment, candidates, product
+from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, INT8, KERNELS, LUT, binary_segment, candidates, product
 from quantkit.ops.bcq_tiles import BcqTiles
 
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
 _FEW_ROWS = 8
+_MEASURED_ROWS = {LUT: (1, _FEW_ROWS), INT8: (2, ROW_CLASSES[-1])}  # others: all classes
 _DIGEST = 8
 _TABLE = Path("kernels") / "bcq_choice.json"
 
@@ -71,6 +72,8 @@ def _unmeasured(tokens: int, device: torch.device, usable: tuple[str, ...]) -> s
     native = support(BINARY_MMA, *torch.cuda.get_device_capability(device)) is Support.NATIVE
     if tokens > _FEW_ROWS or usable == (DEQUANTIZE,):
         return DEQUANTIZE
+    if tokens > 1 and INT8 in usable:
+        return INT8
     return BINARY if native and BINARY in usable else LUT
 
 
@@ -107,12 +110,17 @@ def ensure_measured(weight: BcqTiles) -> None:
         seconds = {
             kernel: cold_seconds(_call(kernel, x, other), _call(kernel, x, weight), device)
             for kernel in candidates(x.dtype, weight.group_size, columns)
-            if kernel != LUT or tokens <= _FEW_ROWS
+            if _worth_measuring(kernel, tokens)
         }
         best[str(tokens)] = min(seconds, key=seconds.__getitem__)
     table = {**_table(), gpu: {**_table().get(gpu, {}), name: best}}
     write_whole(cache_folder() / _TABLE, (json.dumps(table, indent=1) + "\n").encode())
     _table.cache_clear()
+
+
+def _worth_measuring(kernel: str, tokens: int) -> bool:
+    least, most = _MEASURED_ROWS.get(kernel, (1, ROW_CLASSES[-1]))
+    return least <= tokens <= most
 
 
 def _copy(weight: BcqTiles) -> BcqTiles:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -13,15 +14,14 @@ from quantkit.cuda.bcq_units import (
     LUT_SHARED,
     LUT_WARPS,
     SUM_PARTIALS,
-    BinaryCase,
-    BinaryTile,
+    GemvTile,
     Gpu,
     dequantize_unit,
+    gemv_case,
     lut_residency,
     lut_unit,
-    plan_binary,
+    plan_gemv,
     segment_columns,
-    tokens_at_once,
 )
 from quantkit.cuda.launch import DTYPE_CODES, launch
 from quantkit.errors import KernelError
@@ -29,8 +29,8 @@ from quantkit.formats.bcq import group_count, group_width
 from quantkit.ops.bcq_tiles import BcqTiles, tile_counts
 from quantkit.ops.finish import AS_IT_IS, Finish, finished
 
-BINARY, LUT, DEQUANTIZE = "bcq_binary_gemv", "bcq_lut_gemv", "bcq_dequantize"
-KERNELS = (BINARY, LUT, DEQUANTIZE)
+BINARY, INT8, LUT, DEQUANTIZE = "bcq_binary_gemv", "bcq_int8_gemv", "bcq_lut_gemv", "bcq_dequantize"
+KERNELS = (BINARY, INT8, LUT, DEQUANTIZE)
 
 _WORD, _WARP, _BLOCK_THREADS, _VECTOR_BYTES = 32, 32, 256, 16
 _GEMV_TYPES = (torch.float16, torch.bfloat16)
@@ -54,7 +54,7 @@ def _vectors(x: Tensor) -> bool:
 
 
 def binary_segment(group_size: int, columns: int) -> int | None:
-    """Columns per activation scale in bcq_binary_gemv, or None where the group size rules the kernel out."""
+    """Columns per activation scale in bcq_binary_gemv, or None where the group size rules it and bcq_int8_gemv out."""
     if group_count(group_size, columns) == 1:
         return segment_columns(0)  # one group: every segment belongs to it
     return segment_columns(group_size) if group_size % _WORD == 0 else None
@@ -66,33 +66,59 @@ def binary_gemv(
     bias: Tensor | None,
     *,
     settled: bool = False,
-    tile: BinaryTile | None = None,
     finish: Finish = AS_IT_IS,
+    tile: GemvTile | None = None,
 ) -> Tensor:
-    """y [M, N] = ``finish`` of x [M, K] W^T + bias on binary tensor cores; any M, best for M <= 8.
+    """y [M, N] = ``finish`` of x [M, K] W^T + bias on binary tensor cores; any M, made for M = 1.
 
     x: contiguous fp16 or bf16. bias: in x's type. tile: another block layout than the table's, for tuning.
     settled: nothing queued on the GPU still writes the weight, so it may be read before the previous kernel ends.
     Raises KernelError where the group size is no multiple of 32.
     """
+    return _tensor_core_gemv(x, weight, bias, int8=False, settled=settled, finish=finish, tile=tile)
+
+
+def int8_gemv(
+    x: Tensor,
+    weight: BcqTiles,
+    bias: Tensor | None,
+    *,
+    settled: bool = False,
+    finish: Finish = AS_IT_IS,
+    tile: GemvTile | None = None,
+) -> Tensor:
+    """The same on INT8 tensor cores, made for M = 2 to 8; see binary_gemv."""
+    return _tensor_core_gemv(x, weight, bias, int8=True, settled=settled, finish=finish, tile=tile)
+
+
+def _tensor_core_gemv(
+    x: Tensor,
+    weight: BcqTiles,
+    bias: Tensor | None,
+    *,
+    int8: bool,
+    settled: bool,
+    finish: Finish,
+    tile: GemvTile | None,
+) -> Tensor:
     tokens, columns = x.shape
     segment = binary_segment(weight.group_size, columns)
     if segment is None:
-        raise KernelError(f"{BINARY} needs a group size that is a multiple of 32, not {weight.group_size}")
-    at_once = tokens_at_once(tokens, weight.weight_bits)
-    plan = plan_binary(
-        BinaryCase(weight.weight_bits, segment, weight.scale_bits, at_once),
+        raise KernelError(f"{BINARY} and {INT8} need a group size that is a multiple of 32, not {weight.group_size}")
+    case = gemv_case(weight.weight_bits, segment, weight.scale_bits, tokens, int8=int8)
+    plan = plan_gemv(
+        case,
         entries=weight.entries,
         tile_counts=tile_counts(weight.rows, columns),
         gpu=Gpu(compute_capability(x.device), processor_count(x.device)),
         tile=tile,
     )
     y = torch.empty(tokens, weight.rows, dtype=x.dtype, device=x.device)
-    per_group = max(1, -(-group_width(weight.group_size, columns) // segment))
+    per_group = max(1, -(-group_width(weight.group_size, columns) // case.segment))
     launch(
         plan.unit,
         x.device,
-        grid=(plan.blocks, -(-tokens // at_once)),
+        grid=(plan.blocks, -(-tokens // case.tokens)),
         block=(plan.warps * _WARP,),
         args=(
             weight.tiles,
@@ -223,8 +249,10 @@ def product(
             f"choose {', '.join(usable)}"
         )
     bias = None if bias is None else bias.to(x.dtype)
-    if kernel == BINARY:
-        return binary_gemv(x, weight, bias, settled=settled, finish=finish)
-    if kernel == LUT:
-        return lut_gemv(x, weight, bias, settled=settled, finish=finish)
-    return finished(linear(x, dequantize_tiles(weight, x.dtype), bias), finish)
+    gemv = _GEMVS.get(kernel)
+    if gemv is None:
+        return finished(linear(x, dequantize_tiles(weight, x.dtype), bias), finish)
+    return gemv(x, weight, bias, settled=settled, finish=finish)
+
+
+_GEMVS: dict[str, Callable[..., Tensor]] = {BINARY: binary_gemv, INT8: int8_gemv, LUT: lut_gemv}

@@ -5,15 +5,16 @@ import pytest
 from quantkit.cuda.bcq_units import (
     LUT_SHARED,
     SEGMENTS,
-    BinaryCase,
+    GemvCase,
+    GemvTile,
     Gpu,
     bcq_units,
-    binary_tile,
+    gemv_case,
+    gemv_tile,
     lut_residency,
-    plan_binary,
+    plan_gemv,
     segment_columns,
     shared_limit,
-    tokens_at_once,
 )
 from quantkit.cuda.instances import COMPILED_CAPABILITIES
 from quantkit.errors import KernelError
@@ -31,10 +32,10 @@ def test_every_plan_fits_its_gpu_and_covers_the_row(row_tiles: int, k_tiles: int
     known = set(bcq_units(*capability))
     for bits in range(1, 9):
         for segment in SEGMENTS:
-            for tokens in (1, 2, 3, 8):
-                case = BinaryCase(bits, segment, 16 if segment > 64 else 8, tokens_at_once(tokens, bits))
+            for tokens, int8 in [(1, False), (2, False), (3, False), (8, False), (3, True), (8, True)]:
+                case = gemv_case(bits, segment, 16 if segment > 64 else 8, tokens, int8=int8)
                 gpu = Gpu(capability, PROCESSORS)
-                plan = plan_binary(case, entries=bits + 1, tile_counts=(row_tiles, k_tiles), gpu=gpu)
+                plan = plan_gemv(case, entries=bits + 1, tile_counts=(row_tiles, k_tiles), gpu=gpu)
                 assert plan.shared_mem <= shared_limit(*capability)
                 assert 1 <= plan.pass_tiles < k_tiles + LONGEST_TURN
                 assert plan.blocks >= min(row_tiles, PROCESSORS - plan.cluster)
@@ -43,18 +44,20 @@ def test_every_plan_fits_its_gpu_and_covers_the_row(row_tiles: int, k_tiles: int
 
 
 def test_long_rows_are_split_where_there_are_clusters() -> None:
-    case, sizes = BinaryCase(4, 128, 16, 1), {"entries": 5, "tile_counts": (448, 111)}
-    split = plan_binary(case, gpu=Gpu((9, 0), 132), **sizes)
+    case, sizes = GemvCase(4, 128, 16, 1), {"entries": 5, "tile_counts": (448, 111)}
+    split = plan_gemv(case, gpu=Gpu((9, 0), 132), **sizes)
     assert (split.cluster, split.blocks, split.pass_tiles) == (2, 130, 56)
-    assert plan_binary(case, gpu=Gpu((8, 0), 132), **sizes).cluster == 1
-    assert plan_binary(case, gpu=Gpu((9, 0), 132), entries=5, tile_counts=(448, 28)).cluster == 1
-    assert plan_binary(BinaryCase(4, 128, 16, 4), gpu=Gpu((9, 0), 132), **sizes).cluster == 1  # measured: slower
+    assert plan_gemv(case, gpu=Gpu((8, 0), 132), **sizes).cluster == 1
+    assert plan_gemv(case, gpu=Gpu((9, 0), 132), entries=5, tile_counts=(448, 28)).cluster == 1
+    assert plan_gemv(GemvCase(4, 128, 16, 4), gpu=Gpu((9, 0), 132), **sizes).cluster == 1  # measured: slower
+    pairs = GemvTile(12, 1, 2, cluster=2)
+    assert plan_gemv(GemvCase(4, 128, 16, 8, int8=True), gpu=Gpu((9, 0), 132), tile=pairs, **sizes).cluster == 2
 
 
 def test_one_multiprocessor_is_left_to_small_kernels_where_that_is_free() -> None:
     def blocks(row_tiles: int, capability: tuple[int, int] = (9, 0), tokens: int = 1) -> int:
-        case, gpu = BinaryCase(4, 128, 16, tokens), Gpu(capability, 132)
-        return plan_binary(case, entries=4, tile_counts=(row_tiles, 28), gpu=gpu).blocks
+        case, gpu = GemvCase(4, 128, 16, tokens), Gpu(capability, 132)
+        return plan_gemv(case, entries=4, tile_counts=(row_tiles, 28), gpu=gpu).blocks
 
     assert [blocks(row_tiles) for row_tiles in (448, 1344, 1792)] == [131, 131, 131]  # OPT-30B
     assert [blocks(row_tiles) for row_tiles in (1, 131, 132, 1320)] == [1, 131, 132, 132]
@@ -62,7 +65,7 @@ def test_one_multiprocessor_is_left_to_small_kernels_where_that_is_free() -> Non
 
 
 def test_small_multiprocessors_take_long_rows_in_passes() -> None:
-    plan = plan_binary(BinaryCase(4, 128, 16, 4), entries=5, tile_counts=(448, 112), gpu=Gpu((8, 6), PROCESSORS))
+    plan = plan_gemv(GemvCase(4, 128, 16, 4), entries=5, tile_counts=(448, 112), gpu=Gpu((8, 6), PROCESSORS))
     assert plan.pass_tiles < 112
 
 
@@ -73,6 +76,18 @@ def test_segment_is_the_widest_that_divides_the_group(group_size: int, columns: 
     assert segment_columns(group_size) == columns
 
 
+@pytest.mark.parametrize(
+    ("segment", "tokens", "expected"), [(256, 1, (128, 4)), (128, 4, (128, 4)), (64, 5, (64, 8)), (32, 30, (32, 8))]
+)
+def test_int8_takes_four_or_eight_tokens_and_segments_whose_sums_are_exact(
+    segment: int, tokens: int, expected: tuple[int, int]
+) -> None:
+    case = gemv_case(3, segment, 16, tokens, int8=True)
+    assert (case.segment, case.tokens) == expected
+    largest_code = 2**15 - 1
+    assert case.segment * largest_code < 2**22  # what fits between the powers of two around 1.5 * 2^23
+
+
 def test_groups_of_no_whole_word_have_no_segment() -> None:
     with pytest.raises(KernelError, match="multiple of 32, not 40"):
         segment_columns(40)
@@ -80,7 +95,7 @@ def test_groups_of_no_whole_word_have_no_segment() -> None:
 
 def test_layouts_keep_two_slots_even_where_memory_is_short() -> None:
     for capability in COMPILED_CAPABILITIES:
-        assert all(binary_tile(BinaryCase(8, segment, 16, 2), capability).depth >= 2 for segment in SEGMENTS)
+        assert all(gemv_tile(GemvCase(8, segment, 16, 2), capability).depth >= 2 for segment in SEGMENTS)
 
 
 @pytest.mark.parametrize(("capability", "most"), [((8, 0), 2), ((8, 6), 1), ((8, 9), 1), ((9, 0), 3)], ids=IDS)

@@ -9,7 +9,7 @@ from torch import Tensor
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import SCALE_BITS, BcqTensors
 from quantkit.ops.bcq import bcq_dequantize, bcq_linear, bcq_linear_prepared
-from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, KERNELS, LUT, candidates
+from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, INT8, KERNELS, LUT, candidates
 from tests.ops.bcq_cases import BcqWeight, linear_arguments, prepared_arguments, random_weight
 
 CUDA = torch.device("cuda")
@@ -33,6 +33,16 @@ SHAPES = [  # rows, columns, group size
     (50, 24700, 128),  # long enough to be split within a cluster, into unequal parts
 ]
 SHAPE_IDS = [f"{n}x{k}-g{g}" for n, k, g in SHAPES]
+
+
+TOKEN_SHAPES = [  # planes, rows, columns, group size
+    (1, 257, 1000, 32),
+    (3, 130, 777, 96),  # rows of x not 16-byte aligned
+    (4, 80, 24700, 128),  # too long for shared memory with eight tokens: several passes
+    (6, 320, 1280, 64),
+    (7, 40, 1280, -1),
+]
+TOKEN_SHAPE_IDS = [f"q{q}-{n}x{k}-g{g}" for q, n, k, g in TOKEN_SHAPES]
 
 
 def relative_error(y: Tensor, expected: Tensor) -> float:
@@ -92,7 +102,7 @@ def test_candidates_follow_type_and_group_size() -> None:
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8], ids="q{}".format)
 def test_kernel_matches_fp64(bits: int, rows: int, columns: int, group_size: int, kernel: str) -> None:
     if kernel not in candidates(torch.float16, group_size, columns):
-        pytest.skip("the binary kernel needs groups of whole words")
+        pytest.skip("tensor cores need groups of whole words")
     cases = [
         (1, True, torch.float16, 16),
         (2, False, torch.bfloat16, 16),
@@ -111,12 +121,39 @@ def test_kernel_matches_fp64(bits: int, rows: int, columns: int, group_size: int
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("bits", [6, 7], ids="q{}".format)
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 8])
-def test_binary_kernel_at_every_token_count(tokens: int, bits: int) -> None:
-    weight = random_weight(bits, 320, 1280, 128, offset=True)
-    x = torch.randn(tokens, 1280, device=CUDA).half()
-    assert relative_error(run(weight, x, None, BINARY), reference(weight, x, None)) < RTOL[torch.float16]
+@pytest.mark.parametrize("kernel", [BINARY, INT8])
+@pytest.mark.parametrize(("bits", "rows", "columns", "group_size"), TOKEN_SHAPES, ids=TOKEN_SHAPE_IDS)
+def test_kernel_at_every_token_count(bits: int, rows: int, columns: int, group_size: int, kernel: str) -> None:
+    weight = random_weight(bits, rows, columns, group_size, offset=True)
+    for tokens in (*range(1, 10), 17):
+        x = torch.randn(tokens, columns, device=CUDA).half()
+        error = relative_error(run(weight, x, None, kernel), reference(weight, x, None))
+        assert error < RTOL[torch.float16], f"{tokens=} {error:.2e}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+def test_largest_codes_fit_into_two_bytes(dtype: torch.dtype) -> None:
+    """The largest elements just below a power of two, where 256 hi + lo would need hi = 128."""
+    weight = random_weight(2, 64, 512, 128, offset=False)
+    below_two = torch.linspace(1.97, 2.0 - torch.finfo(dtype).eps, 512, device=CUDA)
+    x = torch.stack([below_two, -below_two, below_two * 2.0**-9, torch.full_like(below_two, float(below_two[-1]))])
+    x = x.to(dtype)
+    errors = run(weight, x, None, INT8).double().cpu() - reference(weight, x, None)
+    assert (errors.norm(dim=1) < RTOL[dtype] * reference(weight, x, None).norm(dim=1)).all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_tokens_do_not_disturb_each_other(group_size: int) -> None:
+    weight, x = random_weight(3, 96, 1024, group_size, offset=True), torch.randn(8, 1024, device=CUDA).half()
+    alone = run(weight, x[3:4], None, INT8)
+    x[2, 700], x[5, 3], x[6] = float("nan"), float("inf"), 0
+    y = run(weight, x, None, INT8)
+    assert torch.equal(y[3:4], alone)
+    assert not y[[2, 5]].isfinite().any()
+    assert not y[6].any()
+    assert y[[0, 1, 3, 4, 7]].isfinite().all()
 
 
 @pytest.mark.cuda
@@ -161,7 +198,7 @@ def test_fp32_activations_keep_fp32_accuracy_and_the_canonical_op_agrees() -> No
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kernel", [BINARY, LUT])
+@pytest.mark.parametrize("kernel", [BINARY, INT8, LUT])
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 def test_unusual_activations(dtype: torch.dtype, kernel: str) -> None:
     weight = random_weight(3, 96, 1024, 128, offset=True)
@@ -258,4 +295,4 @@ def test_every_gpu_present_computes_the_same() -> None:
 def test_unusable_kernel_is_refused() -> None:
     weight = random_weight(2, 32, 240, 24, offset=False)
     with pytest.raises(KernelError, match=r"group size 24; choose bcq_lut_gemv, bcq_dequantize"):
-        run(weight, torch.randn(1, 240, device=CUDA).half(), None, BINARY)
+        run(weight, torch.randn(1, 240, device=CUDA).half(), None, INT8)

@@ -1,4 +1,5 @@
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from quantkit.errors import KernelError
 from quantkit.ops import bcq_choice
 from quantkit.ops.bcq_choice import choose, gpu_key, shape_class
-from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, LUT
+from quantkit.ops.bcq_cuda import BINARY, DEQUANTIZE, INT8, LUT
 from quantkit.ops.bcq_tiles import BcqTiles
 from tests.ops.bcq_cases import random_weight
 
@@ -44,10 +45,13 @@ def test_near_shapes_share_a_class() -> None:
 def test_unmeasured_shapes_follow_the_capability_table(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(x(1), 4, 4096, 128) == BINARY
     assert choose(x(1), 4, 4096, 40) == LUT
+    assert choose(x(2), 4, 4096, 128) == choose(x(8), 4, 4096, -1) == INT8
+    assert choose(x(2), 4, 4096, 40) == LUT
     assert choose(x(9), 4, 4096, 128) == DEQUANTIZE
     assert choose(x(1, dtype=torch.float32), 4, 4096, 128) == DEQUANTIZE
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))  # binary products emulated
     assert choose(x(1), 4, 4096, 128) == LUT
+    assert choose(x(2), 4, 4096, 128) == INT8
 
 
 def test_the_table_decides_and_an_edit_overrides(table: Path) -> None:
@@ -65,12 +69,14 @@ def test_a_new_class_is_measured_on_two_copies_of_the_weight(
 ) -> None:
     """Every kernel that can run a row class is timed behind itself; the fastest of each is written down."""
     weight = random_weight(2, 32, 256, 64, offset=True, scale_bits=scale_bits).tiled()
-    seconds = {BINARY: 2.0, LUT: 1.0, DEQUANTIZE: 1.5}
+    seconds = {BINARY: 2.0, INT8: 1.2, LUT: 1.0, DEQUANTIZE: 1.5}
     timed: list[tuple[str, BcqTiles]] = []
+    tokens: dict[str, set[int]] = defaultdict(set)
 
     def product(kernel: str, given: torch.Tensor, multiplied: BcqTiles, *_: object, settled: bool) -> None:
         assert settled
         timed.append((kernel, multiplied))
+        tokens[kernel].add(len(given))
 
     def cold_seconds(before: Callable[[], None], call: Callable[[], None], _: torch.device) -> float:
         before()
@@ -86,7 +92,9 @@ def test_a_new_class_is_measured_on_two_copies_of_the_weight(
     monkeypatch.setattr(bcq_choice, "cold_seconds", cold_seconds)
     bcq_choice.ensure_measured(weight)
     (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
-    assert rows == dict.fromkeys(("1", "2", "4", "8"), LUT) | dict.fromkeys(("16", "32", "64"), DEQUANTIZE)
+    assert rows == dict.fromkeys(("1", "2", "4", "8"), LUT) | dict.fromkeys(("16", "32", "64"), INT8)
+    assert (min(tokens[INT8]), max(tokens[INT8])) == (2, 64)  # one row is never faster on it
+    assert max(tokens[LUT]) == 8
     count = len(timed)
     bcq_choice.ensure_measured(weight)
     assert len(timed) == count

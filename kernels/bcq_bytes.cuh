@@ -1,0 +1,99 @@
+// Activations as signed bytes, in the fragment order of the INT8 tensor cores' B operand.
+//
+//   c = 256 hi + lo,  hi = (c + 128) >> 8,  lo = c - 256 hi,  both in [-128, 128): codes c of bcq_codes.cuh up to 32639
+// A segment whose largest element would have a larger code takes twice the scale, so for one in 250 the error is at most
+// 2^-14.99 of the largest element, not 2^-15.
+//
+// A record holds one k tile of four rows of x:
+//   bytes  [half tile][m / 2][lane = 4 (2 row + kind) + t] uint4 {b0, b1 of product m, b0, b1 of product m + 1}
+//          kind 0: hi, 1: lo. Byte n of b_r is of column 16 H + 4 n + j of the half tile, where bits j of the four digits
+//          of half word H make one register (bcq_int8_turn.cuh):
+//            kSegment 128: H = 2 t + r, j = m;  64: H = 4 (m / 2) + t, j = 2 (m % 2) + r;
+//            kSegment 32: H = 2 m + t / 2, j = 2 (t % 2) + r
+//   about  [segment][row] uint4 {scale s, sum of the codes P, both fp32; kRoundToInteger's bits + 2 P3 - P; 0}
+//          P3: sum of the codes of columns 3, 7, 11, ...
+#pragma once
+#include "bcq_codes.cuh"
+
+constexpr int kByteRows = 4;
+constexpr int kByteKinds = 2;
+constexpr int kDigits = 8, kDigitBits = 4;      // of a word
+constexpr int kHalfVectors = 2 * kWarpSize;     // of half a tile
+constexpr uint32 kByteExcess = 65792;           // (2^15 - 32639.5) * 2^9: larger codes end at 32639
+constexpr uint32 kByteMiddle = 128;
+
+// Four bytes of kind 1 and of kind 0 from four codes, each 128 more than it is.
+__device__ __forceinline__ void packBytes(uint32 a, uint32 b, uint32 c, uint32 d, uint32& low, uint32& high) {
+    const uint32 first = __byte_perm(a, b, 0x5140), second = __byte_perm(c, d, 0x5140);
+    low = __byte_perm(first, second, 0x5410) ^ 0x80808080u;
+    high = __byte_perm(first, second, 0x7632);
+}
+
+template <int kSegment>
+struct ByteRecord {
+    static constexpr int kSegments = kTileColumns / kSegment, kLanes = kSegment / kBitsPerWord;
+    static constexpr int kAbout = 2 * kHalfVectors * sizeof(uint4);
+    static constexpr int kBytes = kAbout + kSegments * kByteRows * sizeof(uint4);
+
+    // Bytes [digit's bit][half word] of 32 columns, where the products above read them. to: of the half tile's record,
+    // lane 4 (2 row + kind).
+    static __device__ __forceinline__ void store(const uint32 (&bytes)[kDigitBits][2], int word, uint4* to) {
+        if constexpr (kSegment == 4 * kBitsPerWord) {
+#pragma unroll
+            for (int v = 0; v < 2; ++v) {
+                to[v * kWarpSize + word] =
+                    make_uint4(bytes[2 * v][0], bytes[2 * v][1], bytes[2 * v + 1][0], bytes[2 * v + 1][1]);
+            }
+        } else if constexpr (kSegment == 2 * kBitsPerWord) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                to[word / 2 * kWarpSize + word % 2 * 2 + half] =
+                    make_uint4(bytes[0][half], bytes[1][half], bytes[2][half], bytes[3][half]);
+            }
+        } else {
+            uint2* pairs = reinterpret_cast<uint2*>(to + word / 2 * kWarpSize) + word % 2;
+#pragma unroll
+            for (int t = 0; t < kTileQuads; ++t) {
+                pairs[2 * t] = make_uint2(bytes[t % 2 * 2][t / 2], bytes[t % 2 * 2 + 1][t / 2]);
+            }
+        }
+    }
+
+    // Bytes of 32 values per lane, word `word` of the tile row; the lanes of a segment are neighbours. Whole warps call
+    // it. valid: whether to write. row: of the four.
+    static __device__ __forceinline__ void write(const float (&values)[kValuesPerThread], int word, bool valid,
+                                                 unsigned char* record, int row) {
+        const SegmentScale scale = segmentScale<kLanes, kByteExcess>(values);
+        const float inverse = scale.inverse();
+        constexpr uint32 kZero = kRoundToIntegerBits + kByteMiddle;  // of the code 0
+        uint32 total = 0u - kValuesPerThread * kZero, thirds = 0u - kDigits * kZero;
+        uint32 low[kDigitBits][2], high[kDigitBits][2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int bit = 0; bit < kDigitBits; ++bit) {
+                uint32 code[kDigits / 2];
+#pragma unroll
+                for (int n = 0; n < kDigits / 2; ++n) {
+                    const float value = values[half * kBitsPerWord / 2 + n * kDigitBits + bit];
+                    code[n] = __float_as_uint(fmaf(value, inverse, kRoundToInteger + kByteMiddle));
+                    total += code[n];
+                    thirds += bit == kDigitBits - 1 ? code[n] : 0;
+                }
+                packBytes(code[0], code[1], code[2], code[3], low[bit][half], high[bit][half]);
+            }
+        }
+        const int sum = segmentSum<kLanes>(int(total)), third = segmentSum<kLanes>(int(thirds));
+        if (!valid) return;
+
+        uint4* half = reinterpret_cast<uint4*>(record) + word / kTileQuads * kHalfVectors;
+        uint4* own = half + row * kByteKinds * kTileQuads;
+        store(high, word % kTileQuads, own);
+        store(low, word % kTileQuads, own + kTileQuads);
+        if (word % kLanes == 0) {
+            reinterpret_cast<uint4*>(record + kAbout)[word / kLanes * kByteRows + row] =
+                make_uint4(__float_as_uint(scale.scale()), __float_as_uint(float(sum)),
+                           kRoundToIntegerBits + uint32(2 * third - sum), 0);
+        }
+    }
+};

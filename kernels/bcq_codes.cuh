@@ -1,0 +1,126 @@
+// Activations as 16-bit fixed-point codes, what bcq_planes.cuh and bcq_bytes.cuh share.
+//
+// A segment of kSegment columns of x shares the power of two s that brings its largest element below 2^15:
+//   x[k] ~ s * c[k],  c[k] = round(x[k] / s)
+// so an element is exact where its last mantissa bit is at least s, that is within a factor 2^4 (fp16) or 2^7 (bf16)
+// of the segment's largest; below that its error is at most s / 2 = 2^-15 of the largest.
+// Zero segments have s = 0; a segment with an Inf or NaN has s = NaN, so every output that reads it is NaN.
+// bf16 segments whose largest element is below 2^-112 keep fewer bits.
+#pragma once
+#include "bcq_tiles.cuh"
+#include "mma.cuh"
+
+constexpr int kValuesPerThread = kBitsPerWord;  // one word of a tile row
+constexpr int kValuePairs = kValuesPerThread / 2;
+constexpr int kVectorValues = 8;                // 16-bit elements per 16-byte load
+
+constexpr uint32 kExponentShift = 23;
+constexpr uint32 kInfiniteExponent = 255;
+constexpr uint32 kSmallestExponent = 15;        // keeps s = 2^(exponent - 127 - 14) a normal number
+constexpr uint32 kCodeBits = 14;                // largest code: below 2^15
+constexpr uint32 kInverseBias = 2 * 127 + kCodeBits;
+constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23: the float whose low bits count in ones
+constexpr uint32 kRoundToIntegerBits = 0x4b400000;
+
+// What the elements of a segment are divided by: s = 2^(exponent - 127 - 14).
+struct SegmentScale {
+    uint32 exponent;
+    bool finite, zero;
+
+    // Elements that are not finite get any code: the scale makes it NaN.
+    __device__ __forceinline__ float inverse() const {
+        return __uint_as_float((kInverseBias - exponent) << kExponentShift);
+    }
+    __device__ __forceinline__ float scale() const {
+        const float zeroOrScale = zero ? 0.0f : __uint_as_float((exponent - kCodeBits) << kExponentShift);
+        return finite ? zeroOrScale : __uint_as_float(kNotANumberBits);
+    }
+};
+
+// The scale of the segment whose columns kLanes neighbouring lanes hold. kExcess: mantissas from 2 - kExcess * 2^-23 on
+// count as 2, so that codes end that much earlier. Whole warps call it.
+template <int kLanes, uint32 kExcess>
+__device__ __forceinline__ SegmentScale segmentScale(const float (&values)[kValuesPerThread]) {
+    float most = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kValuesPerThread; ++i) most = largerMagnitude(most, values[i]);
+    uint32 largest = __float_as_uint(most);  // as bits NaN > Inf > every number
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) largest = max(largest, __shfl_xor_sync(kFullWarp, largest, mask));
+    const bool finite = largest < kInfiniteExponent << kExponentShift;
+    return {max((largest + kExcess) >> kExponentShift, kSmallestExponent), finite, largest == 0};
+}
+
+// Sum over the kLanes neighbouring lanes of a segment.
+template <int kLanes>
+__device__ __forceinline__ int segmentSum(int value) {
+#pragma unroll
+    for (int mask = 1; mask < kLanes; mask *= 2) value += __shfl_xor_sync(kFullWarp, value, mask);
+    return value;
+}
+
+// 32 consecutive elements of x, two a register; zeros behind `columns`.
+__device__ __forceinline__ void loadPairs(const uint16* x, int first, int columns, bool vectors,
+                                          uint32 (&pairs)[kValuePairs]) {
+    if (vectors) {  // columns is a multiple of 8 and x is 16-byte aligned: a vector is inside or outside
+#pragma unroll
+        for (int v = 0; v < kValuesPerThread / kVectorValues; ++v) {
+            const int column = first + v * kVectorValues;
+            uint4 raw = make_uint4(0, 0, 0, 0);
+            if (column < columns) raw = *reinterpret_cast<const uint4*>(x + column);
+            pairs[4 * v] = raw.x, pairs[4 * v + 1] = raw.y, pairs[4 * v + 2] = raw.z, pairs[4 * v + 3] = raw.w;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kValuePairs; ++i) {
+            const int column = first + 2 * i;
+            const uint32 low = column < columns ? x[column] : 0, high = column + 1 < columns ? x[column + 1] : 0;
+            pairs[i] = low | high << 16;
+        }
+    }
+}
+
+template <int kDtype>
+__device__ __forceinline__ void pairsToFloats(const uint32 (&pairs)[kValuePairs], float (&values)[kValuesPerThread]) {
+#pragma unroll
+    for (int i = 0; i < kValuePairs; ++i) {
+        values[2 * i] = shortToFloat(uint16(pairs[i]), kDtype);
+        values[2 * i + 1] = shortToFloat(uint16(pairs[i] >> 16), kDtype);
+    }
+}
+
+// Which part of x records are made of.
+struct Activations {
+    int tokens;
+    int column, columns;  // of the first record; of x: zeros behind the last
+    int dtype, vectors;   // vectors: rows are 16-byte aligned and columns is a multiple of 8
+};
+
+// Records of `kTiles` k tiles of tokens from `x` on, by all threads of the block. setBytes: from the records of a set of
+// kSetRows tokens, which share theirs, to the next set's. Not inlined: it runs once per pass, and the caller's loops keep
+// their registers.
+template <class Record, int kTokens, int kSetRows>
+__device__ __noinline__ void makeRecords(const uint16* x, Activations part, int kTiles, unsigned char* records,
+                                         uint32 setBytes) {
+    const int words = kTiles * kWordsPerTileRow, all = words * part.tokens;
+    uint32 pairs[kValuePairs];
+    auto rowOf = [&](int index) { return kTokens == 1 ? 0 : index / words; };
+    auto load = [&](int index) {
+        const int row = rowOf(index), column = part.column + (index - row * words) * kBitsPerWord;
+        loadPairs(x + size_t(row) * part.columns, column, index < all ? part.columns : 0, part.vectors, pairs);
+    };
+    constexpr bool kAhead = kTokens > 1;  // load the next elements while some are worked on: one token is one turn
+    const int lane = threadIdx.x % kWarpSize;
+    int start = threadIdx.x - lane;
+    if (kAhead) load(start + lane);
+    for (; start < all; start += blockDim.x) {
+        const int index = start + lane, row = rowOf(index), word = index - row * words;
+        if (!kAhead) load(index);
+        float values[kValuesPerThread];
+        if (part.dtype == kFloat16) pairsToFloats<kFloat16>(pairs, values);
+        else pairsToFloats<kBfloat16>(pairs, values);
+        if (kAhead) load(index + blockDim.x);
+        unsigned char* record = records + row / kSetRows * setBytes + word / kWordsPerTileRow * Record::kBytes;
+        Record::write(values, word % kWordsPerTileRow, index < all, record, row % kSetRows);
+    }
+}

@@ -1,0 +1,253 @@
+// The part of the bcq GEMVs that does not depend on how signs are multiplied: how weights come, who takes what, and how
+// sums leave. A Product (bcq_binary_turn.cuh, bcq_int8_turn.cuh) makes records of x, multiplies turns and keeps sums.
+//
+// Grid: x = blocks, about one per multiprocessor, each a contiguous range of row tiles; y = groups of kTokens tokens.
+// Inside a block the warps take turns, up to kSteps neighbouring k tiles of one row tile each, so that together they
+// read straight on: each streams its turns through its own ring of kDepth slots (cp.async), running ahead of everything
+// else; the first slots are in flight while the records are made. Two resident blocks of successive launches per
+// multiprocessor (kResident = 2) let the next kernel's slots fill while this one ends. K too long for shared memory is
+// taken in passes of `passTiles` k tiles. Every warp has its own sum of every row; they are added in warp order at the
+// end: fp32, no atomics, repeatable bit for bit. Where rows are long, a cluster of blocks shares a range of row tiles, so
+// that each makes the records of a part of x only; they add their sums through each other's memory.
+//
+//   shared memory: ring [warp][kDepth] {signs [step][plane][lane] uint4, scales [step][segment][g][entry][2]}
+//                  records [set of tokens][k tile]
+//                  sums [row tile][warp][row][token] fp32
+#pragma once
+#include "bcq_codes.cuh"
+#include "finish.cuh"
+#include "mma.cuh"
+
+constexpr int kVectorBytes = sizeof(uint4);
+constexpr int kLineBytes = 128, kLineElements = kLineBytes / sizeof(uint16);
+
+// The same value, which the compiler keeps instead of computing it again at every use.
+__device__ __forceinline__ uint32 pinned(uint32 value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+__device__ __forceinline__ const uint4* pinned(const uint4* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+}
+
+// Sizes of a turn.
+template <int kBits_, int kSegment, int kScaleBits, int kSteps_>
+struct TurnShape {
+    static constexpr int kBits = kBits_, kSteps = kSteps_;
+    static constexpr int kTileSegments = kTileColumns / kSegment;
+    static constexpr int kTurnSegments = kSteps * kTileSegments;
+    static constexpr int kEntryBytes = kLaneRows * kScaleBits / kBitsPerByte;
+    static constexpr int kSignVectors = kBits * kWarpSize;        // of a tile
+    static constexpr int kSignBytes = kSteps * kSignVectors * kVectorBytes;
+};
+
+// The entries of rows g and g + 8, the first in the low bits.
+template <int kScaleBits>
+__device__ __forceinline__ uint32 loadPair(uint32 shared) {
+    if constexpr (kScaleBits == 16) return loadShared4(shared);
+    else return loadShared2(shared);
+}
+
+// How the warps of a block take turns in one pass: turns per row tile, and from a warp's turn to its next.
+struct Pass {
+    int width, turns, firstRow, firstTurn, rowStep, turnStep;
+};
+
+template <int kWarps, int kSteps>
+__device__ __noinline__ Pass passOf(int pass, int passTiles, int kTiles) {
+    const int width = min(passTiles, kTiles - pass * passTiles), warp = threadIdx.x / kWarpSize;
+    const int turns = (width + kSteps - 1) / kSteps;
+    return {width, turns, warp / turns, warp % turns, kWarps / turns, kWarps % turns};
+}
+
+// Where the block's tiles are and how a turn gets into a slot.
+template <class S>
+struct Weights {
+    static constexpr int kMostScaleVectors = S::kTurnSegments * (S::kBits + 1) * S::kEntryBytes / kLaneRows;
+    const uint4* signs;   // of the block's first row tile, plus the lane
+    const uint4* scales;  // of the block's first row tile
+    uint32 kTiles, groups, groupVectors, lane, segmentsPerGroup, groupMagic, vectorMagic;
+    bool linear;          // one group per segment, all stored: scales follow each other as the tiles do
+
+    // Exact for every segment index below 2^16, that is K < 2^21.
+    __device__ __forceinline__ uint32 groupOf(uint32 segment) const {
+        return min(segmentsPerGroup == 1 ? segment : __umulhi(segment, groupMagic), groups - 1);
+    }
+    // Tiles `tile` .. of row tile `rowTile`, counted through the block. Scales behind the last are zeros.
+    __device__ __forceinline__ void fetch(uint32 slot, uint32 tile, uint32 rowTile, uint32 steps) const {
+        const uint4* source = signs + size_t(tile) * S::kSignVectors;
+        const uint32 target = slot + lane * kVectorBytes;
+#pragma unroll
+        for (int step = 0; step < S::kSteps; ++step) {
+            if (step < steps) {
+#pragma unroll
+                for (int i = 0; i < S::kBits; ++i) {
+                    const int vector = step * S::kSignVectors + i * kWarpSize;
+                    copyAsync16(target + vector * kVectorBytes, source + vector);
+                }
+            }
+        }
+        const uint32 segments = S::kSteps == 1 ? S::kTurnSegments : steps * S::kTileSegments;
+        const uint32 firstSegment = (tile - rowTile * kTiles) * S::kTileSegments;
+#pragma unroll
+        for (int first = 0; first < kMostScaleVectors; first += kWarpSize) {
+            const uint32 vector = first + lane;
+            uint32 index = tile * S::kTileSegments * groupVectors + vector;
+            if (!linear) {
+                const uint32 segment = vector * vectorMagic >> 16;  // vector / groupVectors
+                index = (rowTile * groups + groupOf(firstSegment + segment) - segment) * groupVectors + vector;
+            }
+            const bool present = vector < segments * groupVectors;
+            if (vector < S::kTurnSegments * groupVectors) {
+                copyAsync16Or0(target + S::kSignBytes + first * kVectorBytes, scales + (present ? index : 0), present);
+            }
+        }
+    }
+};
+
+// The parameters of a kernel.
+struct Problem {
+    const uint4* tiles;     // sign tiles
+    const void* scales;     // scale tiles
+    const uint16* factors;  // factor tiles, or null with fp16 scales
+    const uint16* x;        // [tokens, columns], fp16 or bf16
+    const uint16* bias;     // [rows] in x's type, or null
+    const uint16* residual; // [tokens, rows], added to the result, or null
+    uint16* y;              // [tokens, rows]
+    int tokens, rows, columns;
+    int groups;             // scale groups per row
+    int segmentsPerGroup;   // group size / kSegment
+    int entries;            // kBits, or kBits + 1 with an offset
+    int passTiles;          // k tiles whose records fit into shared memory at once; whole turns
+    int dtype;
+    int activation;         // of activation.cuh, or kNoActivation; before the residual is added
+    int vectors;            // x rows are 16-byte aligned and columns % 8 == 0
+};
+
+// A whole kernel. Product: kTokens rows of x at once, in sets of kSetRows whose tiles share a record of kRecord bytes.
+template <class Product, int kWarps, int kDepth>
+__device__ __forceinline__ void multiplyWeight(const Problem& p) {
+    static_assert(kDepth >= 2, "one slot is read while another is filled");
+    using S = typename Product::Shape;
+    constexpr int kThreads = kWarps * kWarpSize, kSteps = S::kSteps, kTokens = Product::kTokens;
+    constexpr int kRecord = Product::Record::kBytes, kTileSums = kTileRows * kTokens;
+    extern __shared__ __align__(16) unsigned char shared[];
+
+    const int lane = pinned(threadIdx.x % kWarpSize), warp = pinned(threadIdx.x / kWarpSize);
+    const int allRowTiles = (p.rows + kTileRows - 1) / kTileRows;
+    const uint32 parts = clusterBlocks(), part = clusterRank(), ranges = gridDim.x / parts, range = blockIdx.x / parts;
+    const int firstRowTile = uint32(allRowTiles) * range / ranges;
+    const int rowTiles = uint32(allRowTiles) * (range + 1) / ranges - firstRowTile;
+    const int kTiles = (p.columns + kTileColumns - 1) / kTileColumns;
+    const int firstTile = uint32(kTiles) * part / parts, ownTiles = uint32(kTiles) * (part + 1) / parts - firstTile;
+    const int passes = (ownTiles + p.passTiles - 1) / p.passTiles;
+    const int firstToken = blockIdx.y * kTokens;
+    const uint32 groupVectors = p.entries * S::kEntryBytes / kLaneRows, groupBytes = groupVectors * kVectorBytes;
+
+    const Weights<S> weights{
+        pinned(p.tiles + size_t(firstRowTile) * kTiles * S::kSignVectors + lane),
+        pinned(static_cast<const uint4*>(p.scales) + size_t(firstRowTile) * p.groups * groupVectors),
+        uint32(kTiles), uint32(p.groups), groupVectors, uint32(lane), uint32(p.segmentsPerGroup),
+        0xffffffffu / uint32(p.segmentsPerGroup) + 1, (1u << 16) / groupVectors + 1,
+        p.segmentsPerGroup == 1 && p.groups == kTiles * S::kTileSegments};
+    const uint32 slotBytes = pinned(S::kSignBytes + S::kTurnSegments * groupBytes), ringBytes = kDepth * slotBytes;
+    const uint32 firstSlot = pinned(sharedAddress(shared) + warp * ringBytes), endSlot = pinned(firstSlot + ringBytes);
+    unsigned char* records = shared + kWarps * ringBytes;
+    const uint32 setBytes = p.passTiles * kRecord;
+    float* sums = reinterpret_cast<float*>(records + kTokens / Product::kSetRows * setBytes);
+
+    // The turn fetched next: its pass, row tile, place in the row, first tile counted through the block.
+    Pass ahead = passOf<kWarps, kSteps>(0, p.passTiles, ownTiles);
+    int aheadPass = 0, aheadRow = ahead.firstRow, aheadTurn = ahead.firstTurn;
+    uint32 aheadTile = aheadRow * kTiles + firstTile + aheadTurn * kSteps;
+    auto fetchSlot = [&](uint32 slot) {
+        while (aheadRow >= rowTiles && aheadPass + 1 < passes) {
+            ahead = passOf<kWarps, kSteps>(++aheadPass, p.passTiles, ownTiles);
+            aheadRow = ahead.firstRow, aheadTurn = ahead.firstTurn;
+            aheadTile = aheadRow * kTiles + firstTile + aheadPass * p.passTiles + aheadTurn * kSteps;
+        }
+        if (aheadRow < rowTiles) {
+            weights.fetch(slot, aheadTile, aheadRow, min(kSteps, ahead.width - aheadTurn * kSteps));
+            aheadRow += ahead.rowStep, aheadTurn += ahead.turnStep;
+            aheadTile += ahead.rowStep * kTiles + ahead.turnStep * kSteps;
+            if (aheadTurn >= ahead.turns) {
+                aheadTurn -= ahead.turns, ++aheadRow;
+                aheadTile += kTiles - ahead.turns * kSteps;
+            }
+        }
+        copyCommit();
+    };
+#pragma unroll 1
+    for (int slot = 0; slot < kDepth - 1; ++slot) fetchSlot(firstSlot + slot * slotBytes);
+    for (int i = threadIdx.x; i < rowTiles * kWarps * kTileSums; i += kThreads) sums[i] = 0.0f;
+    // What is read at the end would come from memory then. Before the wait, since writes meet in L2.
+    const int prefetched = firstRowTile * kTileRows + threadIdx.x * kLineElements;
+    if (prefetched < min(p.rows, (firstRowTile + rowTiles) * kTileRows)) {
+        if (p.bias) prefetchL2(p.bias + prefetched);
+        if (p.residual) prefetchL2(p.residual + prefetched);
+    }
+    allowNextKernel();
+    waitForPriorKernels();  // from here on x may be read and y written
+
+    Product product(lane, p.entries, groupBytes);
+    uint32 slot = firstSlot, emptySlot = endSlot - slotBytes;
+    for (int pass = 0; pass < passes; ++pass) {
+        const Pass turns = passOf<kWarps, kSteps>(pass, p.passTiles, ownTiles);
+        makeRecords<typename Product::Record, kTokens, Product::kSetRows>(
+            p.x + size_t(firstToken) * p.columns,
+            {min(kTokens, p.tokens - firstToken), (firstTile + pass * p.passTiles) * kTileColumns, p.columns, p.dtype,
+             p.vectors},
+            turns.turns * kSteps, records, setBytes);
+        __syncthreads();
+
+        constexpr uint32 kTurnBytes = kSteps * kRecord;
+        const uint32 rowBytes = pinned(turns.turns * kTurnBytes), stepBytes = pinned(turns.turnStep * kTurnBytes);
+        const uint32 endRecord = pinned(sharedAddress(records) + rowBytes);
+        uint32 record = endRecord - rowBytes + turns.firstTurn * kTurnBytes;
+        int rowTile = turns.firstRow, present = rowTile;  // present: the row tile that the sums belong to
+        auto flushPresent = [&] { product.flush(sums + (present * kWarps + warp) * kTileSums, lane); };
+        while (rowTile < rowTiles) {
+            copyWait<kDepth - 2>();
+            __syncwarp();  // the slot filled next was read by every lane
+            fetchSlot(emptySlot);
+            if (rowTile != present) {
+                flushPresent();
+                present = rowTile;
+            }
+            product.multiplyTurn(slot, p.entries, record, setBytes);
+            emptySlot = slot;
+            slot = slot + slotBytes == endSlot ? firstSlot : slot + slotBytes;
+            rowTile += turns.rowStep, record += stepBytes;
+            if (record >= endRecord) record -= rowBytes, ++rowTile;
+        }
+        if (present < rowTiles) flushPresent();
+        __syncthreads();
+    }
+
+    if (parts > 1) clusterBarrier();
+    for (int i = part * kThreads + threadIdx.x; i < rowTiles * kTileSums; i += parts * kThreads) {
+        const int rowTile = i / kTileSums, element = i % kTileSums;
+        const int n = (firstRowTile + rowTile) * kTileRows + element / kTokens, m = firstToken + element % kTokens;
+        const bool inside = n < p.rows && m < p.tokens;  // records of tokens behind the last were never made
+        const size_t place = size_t(m) * p.rows + n;
+        const float shift = inside && p.bias ? shortToFloat(p.bias[n], p.dtype) : 0.0f;
+        const float kept = inside && p.residual ? shortToFloat(p.residual[place], p.dtype) : 0.0f;
+        float value = 0.0f;
+        const float* own = sums + rowTile * kWarps * kTileSums + element;
+        if (parts == 1) {
+#pragma unroll
+            for (int w = 0; w < kWarps; ++w) value += own[w * kTileSums];
+        } else {
+            for (uint32 rank = 0; rank < parts; ++rank) {
+#pragma unroll
+                for (int w = 0; w < kWarps; ++w) value += loadClusterFloat(sharedAddress(own + w * kTileSums), rank);
+            }
+        }
+        if (inside) {
+            value *= rowFactor<Product::kScaleBits>(p.factors, firstRowTile + rowTile, element / kTokens);
+            p.y[place] = finished(p.bias ? value + shift : value, p.activation, p.residual, kept, p.dtype);
+        }
+    }
+    if (parts > 1) clusterBarrier();  // until the others have read this block's sums
+}
