@@ -7,13 +7,17 @@ constexpr int kColumns = 8;      // of the second product
 constexpr int kLaneColumns = 2;  // of a lane: 2t, 2t + 1
 constexpr float kTwiceCodes = 33554432.0f;  // 2 * 2^24
 
+// Planes whose columns stand side by side, and how many such blocks there are.
+constexpr int planeBlock(int bits) { return bits > 2 ? 4 : bits; }
+constexpr int planeBlocks(int bits) { return (bits + planeBlock(bits) - 1) / planeBlock(bits); }
+
 // Sizes of an instance, and how the columns of a batch are given out: column = segment * kPlaneBlock + plane.
 template <int kBits, int kSegment, int kScaleBits, int kSteps>
 struct BinaryShape : TurnShape<kBits, kSegment, kScaleBits, kSteps> {
-    static constexpr int kPlaneBlock = kBits > 2 ? 4 : kBits;     // planes side by side
-    static constexpr int kBlocks = (kBits + kPlaneBlock - 1) / kPlaneBlock;
+    static constexpr int kPlaneBlock = planeBlock(kBits);
+    static constexpr int kBlocks = planeBlocks(kBits);
     static constexpr int kSegments = kColumns / kPlaneBlock;      // of a batch
-    static constexpr bool kFilled = BinaryShape::kTurnSegments % kSegments == 0;  // every column of every batch has a segment
+    static constexpr bool kFilled = BinaryShape::kTurnSegments % kSegments == 0;  // all columns have a segment
 };
 
 // What a lane needs in every turn: byte offsets of its columns' scales and segments; the second product's matrices.
@@ -81,7 +85,7 @@ __device__ __forceinline__ uint32 multiplied(int first, int second, uint32 shift
 // Scale the sums of one batch and add them to `sums` [token][row of the lane].
 // scales, records: shared addresses of the batch's first scales (less Lane::scale) and segment (less Lane::about).
 template <int kBits, int kSegment, int kScaleBits, int kSteps, int kTokens>
-__device__ __forceinline__ void addBatch(const float (&codes)[BinaryShape<kBits, kSegment, kScaleBits, kSteps>::kBlocks][kTokens][4],
+__device__ __forceinline__ void addBatch(const float (&codes)[planeBlocks(kBits)][kTokens][4],
                                          uint32 scales, int entries, uint32 records, uint32 tokenBytes,
                                          const Lane<kBits, kSegment, kScaleBits, kSteps>& lane,
                                          float (&sums)[kTokens][kLaneRows]) {
@@ -166,7 +170,8 @@ __device__ __forceinline__ void multiplyTurn(uint32 slot, int entries, uint32 re
         if (place == S::kSegments - 1 || index == S::kTurnSegments - 1) {
             const int first = index - place;
             const uint32 firstAbout = aboutOffset<kSegment>(first) - aboutOffset<kSegment>(0);
-            addBatch<kBits, kSegment, kScaleBits, kSteps, kTokens>(codes, slot + first / S::kSegments * lane.batchScales, entries,
+            const uint32 scales = slot + first / S::kSegments * lane.batchScales;
+            addBatch<kBits, kSegment, kScaleBits, kSteps, kTokens>(codes, scales, entries,
                                                        records + firstAbout, tokenBytes, lane, sums);
         }
     }
@@ -194,7 +199,8 @@ struct BinaryProduct {
     const Lane<kBits, kSegment, kScaleBits, kSteps> own;
     float sums[kTokens][kLaneRows] = {};
 
-    __device__ __forceinline__ BinaryProduct(int lane, int entries, uint32 groupBytes) : own(lane, entries, groupBytes) {}
+    __device__ __forceinline__ BinaryProduct(int lane, int entries, uint32 groupBytes)
+        : own(lane, entries, groupBytes) {}
     __device__ __forceinline__ void multiplyTurn(uint32 slot, int entries, uint32 records, uint32 setBytes) {
         ::multiplyTurn<kBits, kSegment, kScaleBits, kSteps, kTokens>(slot, entries, records, setBytes, own, sums);
     }

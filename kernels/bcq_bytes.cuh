@@ -1,13 +1,13 @@
 // Activations as signed bytes, in the fragment order of the INT8 tensor cores' B operand.
 //
 //   c = 256 hi + lo,  hi = (c + 128) >> 8,  lo = c - 256 hi,  both in [-128, 128): codes c of bcq_codes.cuh up to 32639
-// A segment whose largest element would have a larger code takes twice the scale, so for one in 250 the error is at most
-// 2^-14.99 of the largest element, not 2^-15.
+// A segment whose largest element would have a larger code takes twice the scale: in about one of 200 the error is at
+// most 2^-14.99 of the largest element, not 2^-15.
 //
-// A record holds one k tile of four rows of x:
-//   bytes  [half tile][m / 2][lane = 4 (2 row + kind) + t] uint4 {b0, b1 of product m, b0, b1 of product m + 1}
-//          kind 0: hi, 1: lo. Byte n of b_r is of column 16 H + 4 n + j of the half tile, where bits j of the four digits
-//          of half word H make one register (bcq_int8_turn.cuh):
+// A record holds one k tile of four rows of x, each half of it (128 columns):
+//   bytes  [m / 2][lane = 4 (2 row + kind) + t] uint4 {b0, b1 of product m, b0, b1 of product m + 1}
+//          kind 0: hi, 1: lo. Byte n of b_r is of column 16 H + 4 n + j of the half tile, where bits j of the four
+//          digits of half word H make one register (bcq_int8_turn.cuh):
 //            kSegment 128: H = 2 t + r, j = m;  64: H = 4 (m / 2) + t, j = 2 (m % 2) + r;
 //            kSegment 32: H = 2 m + t / 2, j = 2 (t % 2) + r
 //   about  [segment][row] uint4 {scale s, sum of the codes P, both fp32; kRoundToInteger's bits + 2 P3 - P; 0}
@@ -18,7 +18,7 @@
 constexpr int kByteRows = 4;
 constexpr int kByteKinds = 2;
 constexpr int kDigits = 8, kDigitBits = 4;      // of a word
-constexpr int kHalfVectors = 2 * kWarpSize;     // of half a tile
+constexpr int kHalfBytes = 2 * kWarpSize * sizeof(uint4);
 constexpr uint32 kByteExcess = 65792;           // (2^15 - 32639.5) * 2^9: larger codes end at 32639
 constexpr uint32 kByteMiddle = 128;
 
@@ -31,9 +31,8 @@ __device__ __forceinline__ void packBytes(uint32 a, uint32 b, uint32 c, uint32 d
 
 template <int kSegment>
 struct ByteRecord {
-    static constexpr int kSegments = kTileColumns / kSegment, kLanes = kSegment / kBitsPerWord;
-    static constexpr int kAbout = 2 * kHalfVectors * sizeof(uint4);
-    static constexpr int kBytes = kAbout + kSegments * kByteRows * sizeof(uint4);
+    static constexpr int kLanes = kSegment / kBitsPerWord, kHalfSegments = kTileQuads / kLanes;
+    static constexpr int kHalf = kHalfBytes + kHalfSegments * kByteRows * sizeof(uint4), kBytes = 2 * kHalf;
 
     // Bytes [digit's bit][half word] of 32 columns, where the products above read them. to: of the half tile's record,
     // lane 4 (2 row + kind).
@@ -86,12 +85,12 @@ struct ByteRecord {
         const int sum = segmentSum<kLanes>(int(total)), third = segmentSum<kLanes>(int(thirds));
         if (!valid) return;
 
-        uint4* half = reinterpret_cast<uint4*>(record) + word / kTileQuads * kHalfVectors;
-        uint4* own = half + row * kByteKinds * kTileQuads;
+        unsigned char* half = record + word / kTileQuads * kHalf;
+        uint4* own = reinterpret_cast<uint4*>(half) + row * kByteKinds * kTileQuads;
         store(high, word % kTileQuads, own);
         store(low, word % kTileQuads, own + kTileQuads);
         if (word % kLanes == 0) {
-            reinterpret_cast<uint4*>(record + kAbout)[word / kLanes * kByteRows + row] =
+            reinterpret_cast<uint4*>(half + kHalfBytes)[word % kTileQuads / kLanes * kByteRows + row] =
                 make_uint4(__float_as_uint(scale.scale()), __float_as_uint(float(sum)),
                            kRoundToIntegerBits + uint32(2 * third - sum), 0);
         }

@@ -96,9 +96,9 @@ struct Activations {
     int dtype, vectors;   // vectors: rows are 16-byte aligned and columns is a multiple of 8
 };
 
-// Records of `kTiles` k tiles of tokens from `x` on, by all threads of the block. setBytes: from the records of a set of
-// kSetRows tokens, which share theirs, to the next set's. Not inlined: it runs once per pass, and the caller's loops keep
-// their registers.
+// Records of `kTiles` k tiles of tokens from `x` on, by all threads of the block. setBytes: from the records of a set
+// of kSetRows tokens, which share theirs, to the next set's. Not inlined: it runs once per pass, and the caller's loops
+// keep their registers.
 template <class Record, int kTokens, int kSetRows>
 __device__ __noinline__ void makeRecords(const uint16* x, Activations part, int kTiles, unsigned char* records,
                                          uint32 setBytes) {

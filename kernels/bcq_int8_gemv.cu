@@ -2,8 +2,8 @@
 // on INT8 tensor cores, for group_size a multiple of 32: bcq_binary_gemv.cu needs 16 columns of the tensor cores per
 // token, this kernel two, but it has to make bytes of the signs first.
 //
-// x becomes two signed bytes per element (bcq_bytes.cuh), x ~ s c with codes c = 256 hi + lo. Bits become bytes 0 and -1
-// by one permutation per register (bcq_int8_turn.cuh), so with every plane i
+// x becomes two signed bytes per element (bcq_bytes.cuh), x ~ s c with codes c = 256 hi + lo. Bits become bytes 0 and
+// -1 by one permutation per register (bcq_int8_turn.cuh), so with every plane i
 //   int8     h[row][2 m], h[row][2 m + 1] = sum_k -sign * hi, sum_k -sign * lo of token m: 16 rows, 4 tokens at once
 //   v = -(256 h[2 m] + h[2 m + 1]), the sum of the codes where the sign is 1
 //   sum_k x (2 sign - 1) = s * (2 v - P),   P = sum of the segment's codes
@@ -25,7 +25,7 @@ bcqInt8Gemv(const uint4* __restrict__ tiles, const void* __restrict__ scales, co
             const uint16* __restrict__ x, const uint16* __restrict__ bias, const uint16* residual, uint16* __restrict__ y,
             int tokens, int rows, int columns, int groups, int segmentsPerGroup, int entries, int passTiles, int dtype,
             int activation, int vectors) {
-    static_assert(kTileColumns / 2 % kSegment == 0 && kSegment % kBitsPerWord == 0, "segments are whole words of half a tile");
+    static_assert(kTileColumns / 2 % kSegment == 0 && kSegment % kBitsPerWord == 0, "segments are whole words");
     multiplyWeight<Int8Product<kBits, kSegment, kScaleBits, kTokens, kSteps>, kWarps, kDepth>(
         {tiles, scales, factors, x, bias, residual, y, tokens, rows, columns, groups, segmentsPerGroup, entries, passTiles,
          dtype, activation, vectors});

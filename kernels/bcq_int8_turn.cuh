@@ -4,15 +4,15 @@
 #include "bcq_ring.cuh"
 
 // Bit j of the four digits of half a word, as four signed bytes: -1 where it is 1 and 0 where it is 0 for j < 3, and
-// 0 and 1 for j = 3. A byte permutation takes a digit as a table index in its bits 0-2 and, in bit 3, as whether to copy
-// the entry's sign over the byte: entries of 0 and -1 do not change then, and one of 1 becomes 0.
+// 0 and 1 the other way round for j = 3. A byte permutation takes a digit as a table index in its bits 0-2 and, in bit
+// 3, as whether to copy the entry's sign over the byte: entries of 0 and -1 do not change then, and one of 1 becomes 0.
 struct DigitTable {
     uint32 low, high;  // entries 0-3, 4-7
 
     __device__ __forceinline__ uint32 operator()(uint32 halfWord) const { return selectBytes(low, high, halfWord); }
 };
 
-// unknown: 0, but not to the compiler and not the same in all lanes: constants would be moved to a register at every use.
+// unknown: 0, but not to the compiler and not one for all lanes: constants would be moved to a register at every use.
 __device__ __forceinline__ DigitTable digitTable(int bit, uint32 unknown) {
     constexpr uint32 kLow[kDigitBits] = {0xff00ff00u, 0xffff0000u, 0, 0x01010101u};
     if (bit == 2) return {0, ~0u};
@@ -36,7 +36,7 @@ struct Int8Product {
         const int g = lane / kTileQuads, t = lane % kTileQuads;
         vector = pinned(lane * kVectorBytes);
         scale = pinned(Shape::kSignBytes + g * entries * Shape::kEntryBytes);
-        about = pinned(Record::kAbout + t * sizeof(uint4));
+        about = pinned(kHalfBytes + t * sizeof(uint4));
         // Which of a segment's half words the lane has; source: where the first segment's is.
         const int halfWord = kHalfSegments == 4 ? t / 2 : t;
         source = pinned(g * kTileQuads + halfWord / 2);
@@ -85,7 +85,8 @@ struct Int8Product {
             int codes[kSets][4] = {};
             multiply(upper ? signs[i].z : signs[i].x, upper ? signs[i].w : signs[i].y, x, segment, codes);
             const uint32 pair = loadPair<kScaleBits>(scales + i * Shape::kEntryBytes);
-            const float rowScales[kLaneRows] = {scaleValue<kScaleBits>(pair), scaleValue<kScaleBits>(pair >> kScaleBits)};
+            const float rowScales[kLaneRows] = {scaleValue<kScaleBits>(pair),
+                                                scaleValue<kScaleBits>(pair >> kScaleBits)};
 #pragma unroll
             for (int set = 0; set < kSets; ++set) {
 #pragma unroll
@@ -126,21 +127,19 @@ struct Int8Product {
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const uint32 record = records + step * Record::kBytes;
+                const uint32 record = records + step * Record::kBytes + half * Record::kHalf;
                 uint4 x[kSets][2];
 #pragma unroll
                 for (int set = 0; set < kSets; ++set) {
 #pragma unroll
                     for (int v = 0; v < 2; ++v) {
-                        x[set][v] = loadShared16(record + vector + set * setBytes +
-                                                 (half * kHalfVectors + v * kWarpSize) * kVectorBytes);
+                        x[set][v] = loadShared16(record + vector + set * setBytes + v * kWarpSize * kVectorBytes);
                     }
                 }
 #pragma unroll
                 for (int segment = 0; segment < kHalfSegments; ++segment) {
-                    const int index = half * kHalfSegments + segment;
                     addSegment(signs, x, half, segment, scales, entries,
-                               record + about + index * kByteRows * sizeof(uint4), setBytes);
+                               record + about + segment * kByteRows * sizeof(uint4), setBytes);
                     scales += groupBytes;
                 }
             }

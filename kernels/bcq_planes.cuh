@@ -49,8 +49,8 @@ template <int kSegment>
 struct PlaneRecord {
     static constexpr int kBytes = recordBytes<kSegment>(), kLanes = kSegment / kBitsPerWord;
 
-    // Planes of 32 values per lane, word `word` of the tile row; the lanes of a segment are neighbours. Whole warps call
-    // it. valid: whether to write.
+    // Planes of 32 values per lane, word `word` of the tile row; the lanes of a segment are neighbours. Whole warps
+    // call it. valid: whether to write.
     static __device__ __forceinline__ void write(const float (&values)[kValuesPerThread], int word, bool valid,
                                                  unsigned char* record, int) {
         const SegmentScale scale = segmentScale<kLanes, 0>(values);

@@ -7,8 +7,8 @@
 // else; the first slots are in flight while the records are made. Two resident blocks of successive launches per
 // multiprocessor (kResident = 2) let the next kernel's slots fill while this one ends. K too long for shared memory is
 // taken in passes of `passTiles` k tiles. Every warp has its own sum of every row; they are added in warp order at the
-// end: fp32, no atomics, repeatable bit for bit. Where rows are long, a cluster of blocks shares a range of row tiles, so
-// that each makes the records of a part of x only; they add their sums through each other's memory.
+// end: fp32, no atomics, repeatable bit for bit. Where rows are long, a cluster of blocks shares a range of row tiles,
+// so that each makes the records of a part of x only; they add their sums through each other's memory.
 //
 //   shared memory: ring [warp][kDepth] {signs [step][plane][lane] uint4, scales [step][segment][g][entry][2]}
 //                  records [set of tokens][k tile]
