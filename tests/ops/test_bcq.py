@@ -147,13 +147,13 @@ def test_largest_codes_fit_into_two_bytes(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_tokens_do_not_disturb_each_other(group_size: int) -> None:
     weight, x = random_weight(3, 96, 1024, group_size, offset=True), torch.randn(8, 1024, device=CUDA).half()
-    alone = run(weight, x[3:4], None, INT8)
+    before = run(weight, x, None, INT8)
     x[2, 700], x[5, 3], x[6] = float("nan"), float("inf"), 0
     y = run(weight, x, None, INT8)
-    assert torch.equal(y[3:4], alone)
+    others = [0, 1, 3, 4, 7]
+    assert torch.equal(y[others], before[others])
     assert not y[[2, 5]].isfinite().any()
     assert not y[6].any()
-    assert y[[0, 1, 3, 4, 7]].isfinite().all()
 
 
 @pytest.mark.cuda
