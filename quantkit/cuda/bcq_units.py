@@ -36,7 +36,7 @@ _WARPS = {
     4: ((4, 12), (8, 8)),
 }
 _INT8_WARPS = {
-    4: ((4, 12), (8, 12)),
+    4: ((8, 12),),
     8: ((4, 12), (8, 8)),
 }
 _RESIDENT_WARPS = 8  # where two blocks share a multiprocessor
