@@ -104,23 +104,26 @@ __device__ __noinline__ void makeRecords(const uint16* x, Activations part, int 
                                          uint32 setBytes) {
     const int words = kTiles * kWordsPerTileRow, all = words * part.tokens;
     uint32 pairs[kValuePairs];
-    auto rowOf = [&](int index) { return kTokens == 1 ? 0 : index / words; };
+    int nextRow, nextWord;
     auto load = [&](int index) {
-        const int row = rowOf(index), column = part.column + (index - row * words) * kBitsPerWord;
-        loadPairs(x + size_t(row) * part.columns, column, index < all ? part.columns : 0, part.vectors, pairs);
+        nextRow = kTokens == 1 ? 0 : index / words;
+        nextWord = index - nextRow * words;
+        loadPairs(x + size_t(nextRow) * part.columns, part.column + nextWord * kBitsPerWord,
+                  index < all ? part.columns : 0, part.vectors, pairs);
     };
     constexpr bool kAhead = kTokens > 1;  // load the next elements while some are worked on: one token is one turn
-    const int lane = threadIdx.x % kWarpSize;
-    int start = threadIdx.x - lane;
-    if (kAhead) load(start + lane);
-    for (; start < all; start += blockDim.x) {
-        const int index = start + lane, row = rowOf(index), word = index - row * words;
+    int index = threadIdx.x;
+    if (kAhead) load(index);
+    for (int start = index / kWarpSize * kWarpSize; start < all; start += blockDim.x) {
         if (!kAhead) load(index);
         float values[kValuesPerThread];
         if (part.dtype == kFloat16) pairsToFloats<kFloat16>(pairs, values);
         else pairsToFloats<kBfloat16>(pairs, values);
-        if (kAhead) load(index + blockDim.x);
+        const int row = nextRow, word = nextWord;
+        const bool valid = index < all;
+        index += blockDim.x;
+        if (kAhead) load(index);
         unsigned char* record = records + row / kSetRows * setBytes + word / kWordsPerTileRow * Record::kBytes;
-        Record::write(values, word % kWordsPerTileRow, index < all, record, row % kSetRows);
+        Record::write(values, word % kWordsPerTileRow, valid, record, row % kSetRows);
     }
 }
