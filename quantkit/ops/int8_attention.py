@@ -46,6 +46,7 @@ _RUN = 8  # elements that the kernels read at a time
 _RUN_ALIGNMENT = 16  # bytes
 _MOST_STRIDE = 2**31 - 1
 _LEAST_CAPABILITY = (8, 0)
+_LEAST_EXPONENT_STEP = 1e-30  # leaves every code of P at 127, and -inf as it is, where 0 would make it NaN
 
 
 def int8_attention_reference(
@@ -108,9 +109,11 @@ def int8_attention_cuda(
     """As int8_attention_reference, in two kernels.
 
     Raises KernelError for heads wider than 256, element types that differ or are none of fp16, bf16 and fp32, more keys
-    than int32 sums hold, and GPUs before compute capability 8.0.
+    than int32 sums hold, a negative scaling, and GPUs before compute capability 8.0.
     """
     head_dim = _check(query, key, value, mask)
+    if scaling < 0:
+        raise KernelError(f"int8_attention takes no negative scaling on a GPU, and got {scaling}")
     (batch, heads, rows, _), (kv_heads, keys) = query.shape, key.shape[1:3]
     width = value.shape[-1]
     out = query.new_empty(batch, rows, heads, _whole_runs(width))
@@ -131,7 +134,7 @@ def int8_attention_cuda(
     )
     score_step = float(np.float32(query_step * key_step * scaling))
     mask_arguments: tuple[int, ...] = (0, 0, 0, 0, 0)
-    exponent_step = score_step * math.log2(math.e)
+    exponent_step = max(score_step * math.log2(math.e), _LEAST_EXPONENT_STEP)
     if mask is not None:
         mask_dtype = BOOL_MASK if mask.dtype == torch.bool else DTYPE_CODES[mask.dtype]
         mask_arguments = (*mask.expand(batch, heads, rows, keys).stride(), mask_dtype)

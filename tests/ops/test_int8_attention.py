@@ -180,6 +180,11 @@ def test_what_no_kernel_takes_is_refused(change: Case, message: str) -> None:
         int8_attention_cuda(*_operands(change), None, [1.0, 1.0, 1.0], 1.0, False)
 
 
+def test_a_negative_scaling_is_refused() -> None:
+    with pytest.raises(KernelError, match="no negative scaling on a GPU, and got -0.5"):
+        int8_attention_cuda(*_operands(Case()), None, [1.0, 1.0, 1.0], -0.5, False)
+
+
 def test_more_keys_than_a_sum_holds_are_refused() -> None:
     query, key = torch.zeros(1, 1, 1, 64).half(), torch.zeros(1).half().expand(1, 1, 140_000, 64)
     with pytest.raises(KernelError, match="up to 133144 keys, not 140000"):
