@@ -11,6 +11,9 @@ from quantkit.bench.bursts import PAUSE_SECONDS, ROUNDS, Burst, measure_bursts, 
 from quantkit.bench.nvml import open_nvml, sm_megahertz
 from quantkit.errors import BenchError
 
+CALLS = 64
+SHARED_GPU = 16  # other tests may use the GPU meanwhile; a time not divided by its calls would be 64 times too long
+
 
 def test_bursts_take_turns_after_pauses_and_give_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
@@ -47,6 +50,6 @@ def test_a_burst_is_timed_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
     size = 256 << 20
     buffers = [torch.ones(size // 4, device=device) for _ in range(2)]
-    few, many = measure_bursts([[buffers[0].sum], [buffer.sum for buffer in buffers] * 4], device)
+    few, many = measure_bursts([[buffers[0].sum], [buffer.sum for buffer in buffers] * (CALLS // 2)], device)
     assert 1e9 < size / few.seconds < 2e13
-    assert many.seconds == pytest.approx(few.seconds, rel=0.5)
+    assert few.seconds / SHARED_GPU < many.seconds < few.seconds * SHARED_GPU
