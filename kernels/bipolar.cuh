@@ -29,6 +29,25 @@ __device__ __forceinline__ size_t lineOffset(int row, int kTile, int kTiles, int
 // Byte offset of chunk c within the line of a row.
 __device__ __forceinline__ int chunkOffset(int chunk, int row) { return (chunk ^ (row % 8)) * kChunkBytes; }
 
+// Transpose blocks of kGroup x kGroup bits: afterwards bit i of each block of words[p] is bit p of that block of words[i].
+// Blocks exchange their quarters, then these quarters theirs ...
+template <int kGroup, int kWords>
+__device__ __forceinline__ void exchangeBits(uint32 (&words)[kWords]) {
+    // Bits whose number has the bit `distance` clear.
+    constexpr uint32 kLowBits[] = {0, 0x55555555u, 0x33333333u, 0, 0x0F0F0F0Fu};
+#pragma unroll
+    for (int distance = kGroup / 2; distance > 0; distance /= 2) {
+        const uint32 low = kLowBits[distance];
+#pragma unroll
+        for (int i = 0; i < kGroup; i++) {
+            if (i & distance) continue;
+            const uint32 a = words[i], b = words[i + distance];
+            words[i] = (a & low) | (b << distance & ~low);
+            words[i + distance] = (a >> distance & low) | (b & ~low);
+        }
+    }
+}
+
 // The channel in row r of a weight tile: among 32 rows, bits c c t t e of the row number are bits t t c c e of the
 // channel's. A thread's results for four neighbouring groups of 8 rows are then 8 neighbouring channels.
 __device__ __forceinline__ int channelOfRow(int row) {

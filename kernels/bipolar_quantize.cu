@@ -172,25 +172,13 @@ __device__ __forceinline__ void clearBehind(uint32 (&codes)[kWords], int first, 
 
 // Words of codes, word i for column i of a byte, to words of planes: bit i of a byte of word p is bit p of column i's
 // code. Codes of a width up to 1, 2 or 4 leave room in a byte for those of 8, 4 or 2 columns, so these words are merged
-// first; blocks of kGroup x kGroup bits are then transposed by exchanging their quarters, these quarters' quarters ...
+// first.
 template <int kPlanes>
 __device__ __forceinline__ void transposeBits(uint32 (&words)[kWords]) {
     constexpr int kGroup = kPlanes > 4 ? 8 : kPlanes > 2 ? 4 : kPlanes;
-    // Bits whose number has the bit `distance` clear.
-    constexpr uint32 kLowBits[] = {0, 0x55555555u, 0x33333333u, 0, 0x0F0F0F0Fu};
 #pragma unroll
     for (int i = kGroup; i < kWords; i++) words[i % kGroup] += words[i] << (i - i % kGroup);
-#pragma unroll
-    for (int distance = kGroup / 2; distance > 0; distance /= 2) {
-        const uint32 low = kLowBits[distance];
-#pragma unroll
-        for (int i = 0; i < kGroup; i++) {
-            if (i & distance) continue;
-            const uint32 a = words[i], b = words[i + distance];
-            words[i] = (a & low) | (b << distance & ~low);
-            words[i + distance] = (a >> distance & low) | (b & ~low);
-        }
-    }
+    exchangeBits<kGroup>(words);
 }
 
 // Byte v of lane i of four neighbouring lanes becomes byte i of lane v.

@@ -181,7 +181,7 @@ def test_what_no_kernel_takes_is_refused(change: Case, message: str) -> None:
 
 
 def test_a_negative_scaling_is_refused() -> None:
-    with pytest.raises(KernelError, match="no negative scaling on a GPU, and got -0.5"):
+    with pytest.raises(KernelError, match=r"no negative scaling on a GPU, and got -0\.5"):
         int8_attention_cuda(*_operands(Case()), None, [1.0, 1.0, 1.0], -0.5, False)
 
 
