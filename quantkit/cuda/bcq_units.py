@@ -23,9 +23,9 @@ LUT_WARPS = 8  # of such a block
 LUT_SHARED = LUT_BLOCK_TILES * TILE_COLUMNS // 8 * 256 * _FLOAT_BYTES  # a table of 256 sums for every 8 columns
 _LUT_ROOMY_BITS = 3  # planes up to which the registers carry three blocks, as in the kernel's launch bounds
 _RING_SHARE, _RING_SHARE_TOKENS = 0.69, 0.38  # of a block's shared memory; the rest is for the planes of x
-_LEAST_WARPS = 4
+_LEAST_WARPS, _MOST_WARPS = 4, 16
 _TURNS = {1: 4, 2: 2}  # planes: tiles per turn; otherwise one
-_MOST_DEPTH = 4
+_MOST_DEPTH, _MANY_DEPTH = 4, 3  # slots of a ring; of one beside the records of 8 tokens
 _CROWDED, _FEW_PLANES, _ROOMY_SEGMENT = 8, 4, 128  # where registers run short: tokens times planes, planes, segment
 _SUMS_SHARE = 0.2  # of a block's shared memory, for the warps' sums; more row tiles go to more blocks
 _FINE_WARPS = 12  # at most, for groups of 32 from 4 planes on: 16 warps of 128 registers would spill
@@ -33,12 +33,12 @@ _FINE_WARPS = 12  # at most, for groups of 32 from 4 planes on: 16 warps of 128 
 _WARPS = {
     1: ((4, 16), (8, 12)),
     2: ((4, 12), (8, 8)),
-    4: ((4, 12), (8, 8)),
 }
 _INT8_WARPS = {
     4: ((8, 12),),
     8: ((4, 12), (8, 8)),
 }
+_MANY_TOKENS, _FEWER_WARPS = 8, 8  # warps for so many tokens where more could not keep the sums of a block's row tiles
 _RESIDENT_WARPS = 8  # where two blocks share a multiprocessor
 _OVERLAP_CAPABILITY = (9, 0)  # from here on a launch may start before its predecessor ends, and blocks form clusters
 _SPLIT = 2  # blocks of a cluster that share row tiles; multiprocessors come in pairs
@@ -149,13 +149,11 @@ def segment_columns(group_size: int) -> int:
 def gemv_case(weight_bits: int, segment: int, scale_bits: int, tokens: int, *, int8: bool) -> GemvCase:
     """The instance for ``tokens`` rows of x and a segment of the group size.
 
-    Binary: 1, 2 or 4 tokens at once, at most 2 from 6 planes on, where 4 do not fit into the registers. INT8: 4 or 8.
+    Binary: 1 or 2 tokens at once. INT8: 4 or 8.
     """
     if int8:
         return GemvCase(weight_bits, min(segment, _INT8_SEGMENTS[0]), scale_bits, 4 if tokens <= 4 else 8, int8)
-    most = 4 if weight_bits <= 5 else 2
-    at_once = next(count for count in (1, 2, 4) if count >= min(tokens, most))
-    return GemvCase(weight_bits, segment, scale_bits, at_once)
+    return GemvCase(weight_bits, segment, scale_bits, min(tokens, 2))
 
 
 def residencies(case: GemvCase, capability: tuple[int, int]) -> tuple[int, ...]:
@@ -164,10 +162,12 @@ def residencies(case: GemvCase, capability: tuple[int, int]) -> tuple[int, ...]:
     return (1, 2) if small and capability >= _OVERLAP_CAPABILITY else (1,)
 
 
-def gemv_tile(case: GemvCase, capability: tuple[int, int], resident: int = 1) -> GemvTile:
+def gemv_tile(
+    case: GemvCase, capability: tuple[int, int], resident: int = 1, most_warps: int = _MOST_WARPS
+) -> GemvTile:
     """The layout for an instance on a compute capability: as many bytes in flight as shared memory allows."""
     warps = next(warps for planes, warps in case.products.warps[case.tokens] if case.weight_bits <= planes)
-    warps = _RESIDENT_WARPS if resident > 1 else warps
+    warps = _RESIDENT_WARPS if resident > 1 else min(warps, most_warps)
     crowded = case.tokens * case.weight_bits >= _CROWDED or case.weight_bits > _FEW_PLANES
     if crowded and case.segment < _ROOMY_SEGMENT:
         warps = min(warps, 8)
@@ -179,8 +179,36 @@ def gemv_tile(case: GemvCase, capability: tuple[int, int], resident: int = 1) ->
     while steps > 1 and 2 * warps * step * steps > room:
         steps //= 2
     warps = min(warps, max(_LEAST_WARPS, room // (2 * step * steps) // _LEAST_WARPS * _LEAST_WARPS))
-    depth = max(2, min(_MOST_DEPTH, room // (warps * step * steps)))
+    most_depth = _MANY_DEPTH if case.tokens == _MANY_TOKENS else _MOST_DEPTH
+    depth = max(2, min(most_depth, room // (warps * step * steps)))
     return GemvTile(warps, steps, depth, resident)
+
+
+def gemv_tiles(case: GemvCase, capability: tuple[int, int]) -> tuple[GemvTile, ...]:
+    """The layouts that there are for an instance, the one for most weights first."""
+    tiles = [gemv_tile(case, capability, resident) for resident in residencies(case, capability)]
+    if case.tokens == _MANY_TOKENS:
+        tiles.append(gemv_tile(case, capability, most_warps=_FEWER_WARPS))
+    return tuple(dict.fromkeys(tiles))
+
+
+def _table_tile(case: GemvCase, entries: int, tile_counts: tuple[int, int], gpu: Gpu) -> GemvTile:
+    row_tiles, k_tiles = tile_counts
+    own_row_tiles = ceil(row_tiles / gpu.processors)
+    tiles = gemv_tiles(case, gpu.capability)
+    # Two blocks where the next launch's first slots are a good part of what it reads at all.
+    if own_row_tiles * k_tiles * case.tile_bytes(entries) <= shared_limit(*gpu.capability, 2):
+        return next((tile for tile in tiles if tile.resident > 1), tiles[0])
+    return next((tile for tile in tiles if own_row_tiles <= _most_row_tiles(case, tile, gpu)), tiles[0])
+
+
+def _sum_bytes(case: GemvCase, tile: GemvTile) -> int:
+    return TILE_ROWS * case.tokens * _FLOAT_BYTES * tile.warps  # of a row tile
+
+
+def _most_row_tiles(case: GemvCase, tile: GemvTile, gpu: Gpu) -> int:
+    """How many row tiles a block can keep the sums of."""
+    return max(1, int(shared_limit(*gpu.capability, tile.resident) * _SUMS_SHARE) // _sum_bytes(case, tile))
 
 
 def gemv_unit(case: GemvCase, tile: GemvTile) -> CompileUnit:
@@ -193,7 +221,8 @@ def gemv_unit(case: GemvCase, tile: GemvTile) -> CompileUnit:
 def _leave_one(row_tiles: int, ranges: int) -> int:
     """One range less where the longest keeps its row tiles.
 
-    A norm on a multiprocessor of its own neither waits for a block to end nor keeps one of the next launch waiting.
+    A norm on a multiprocessor of its own neither waits for a block to end nor keeps one of the next launch waiting. Not
+    where a multiprocessor holds two blocks: it has room for a norm, and the spare one would get two of the next launch.
     """
     fewer = max(1, ranges - 1)
     return fewer if ceil(row_tiles / fewer) == ceil(row_tiles / ranges) else ranges
@@ -209,11 +238,7 @@ def plan_gemv(
     Raises KernelError where not even one turn's record of x fits beside the rings.
     """
     row_tiles, k_tiles = tile_counts
-    if tile is None:
-        # Two blocks where the next launch's first slots are a good part of what it reads at all.
-        own_bytes = ceil(row_tiles / gpu.processors) * k_tiles * case.tile_bytes(entries)
-        light = own_bytes <= shared_limit(*gpu.capability, 2)
-        tile = gemv_tile(case, gpu.capability, residencies(case, gpu.capability)[-1 if light else 0])
+    tile = tile or _table_tile(case, entries, tile_counts, gpu)
     cluster = tile.cluster
     if cluster is None:
         cluster = _SPLIT if k_tiles >= _SPLIT_TILES and case.tokens == tile.resident == 1 else 1
@@ -221,13 +246,13 @@ def plan_gemv(
     k_tiles = ceil(k_tiles / cluster)
     limit = shared_limit(*gpu.capability, tile.resident)
     ring = tile.warps * tile.steps * tile.depth * case.tile_bytes(entries)
-    sums_per_tile = TILE_ROWS * case.tokens * _FLOAT_BYTES * tile.warps
-    most_tiles = max(1, int(limit * _SUMS_SHARE) // sums_per_tile)
-    most_ranges = gpu.processors // cluster
-    if case.tokens == 1 and gpu.capability >= _OVERLAP_CAPABILITY:
-        most_ranges = _leave_one(row_tiles, most_ranges)
-    ranges = max(min(row_tiles, most_ranges), ceil(row_tiles / most_tiles))
-    sums = sums_per_tile * ceil(row_tiles / ranges)
+    at_once = gpu.processors // cluster
+    if case.tokens == tile.resident == 1 and gpu.capability >= _OVERLAP_CAPABILITY:
+        at_once = _leave_one(row_tiles, at_once)
+    # Whole rounds of blocks: as long as one, a last round of a few would leave the others idle.
+    rounds = ceil(ceil(row_tiles / at_once) / _most_row_tiles(case, tile, gpu))
+    ranges = min(row_tiles, rounds * at_once)
+    sums = _sum_bytes(case, tile) * ceil(row_tiles / ranges)
     fitting = (limit - ring - sums) // case.record_bytes // tile.steps * tile.steps
     if fitting < 1:
         raise KernelError(f"{case.products.source}: a layout of {tile} does not fit into shared memory")
@@ -274,5 +299,5 @@ def bcq_units(major: int, minor: int) -> Iterator[CompileUnit]:
             for fine in (False, True):
                 yield lut_unit(weight_bits, fine, scale_bits)
             for case in _gemv_cases(weight_bits, scale_bits):
-                for resident in residencies(case, (major, minor)):
-                    yield gemv_unit(case, gemv_tile(case, (major, minor), resident))
+                for tile in gemv_tiles(case, (major, minor)):
+                    yield gemv_unit(case, tile)

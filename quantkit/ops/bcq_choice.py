@@ -30,6 +30,7 @@ from quantkit.ops.bcq_tiles import BcqTiles
 
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
 _FEW_ROWS = 8
+_WIDE_SEGMENT = 128  # columns from which on the binary products of a row or two take the same time
 _MEASURED_ROWS = {LUT: (1, _FEW_ROWS), INT8: (2, ROW_CLASSES[-1])}  # others: all classes
 _DIGEST = 8
 _TABLE = Path("kernels") / "bcq_choice.json"
@@ -68,11 +69,13 @@ def _table() -> Choices:
     return table
 
 
-def _unmeasured(tokens: int, device: torch.device, usable: tuple[str, ...]) -> str:
+def _unmeasured(x: Tensor, group_size: int, usable: tuple[str, ...]) -> str:
+    (tokens, columns), device = x.shape, x.device
     native = support(BINARY_MMA, *torch.cuda.get_device_capability(device)) is Support.NATIVE
     if tokens > _FEW_ROWS or usable == (DEQUANTIZE,):
         return DEQUANTIZE
-    if tokens > 1 and INT8 in usable:
+    narrow = (binary_segment(group_size, columns) or 0) < _WIDE_SEGMENT
+    if INT8 in usable and (tokens > 2 or tokens == 2 and (narrow or not native)):
         return INT8
     return BINARY if native and BINARY in usable else LUT
 
@@ -89,7 +92,7 @@ def choose(x: Tensor, weight_bits: int, out_features: int, group_size: int, scal
     measured = _table().get(gpu_key(x.device), {})
     rows = measured.get(shape_class(weight_bits, out_features, columns, group_size, scale_bits))
     if rows is None:
-        return _unmeasured(tokens, x.device, usable)
+        return _unmeasured(x, group_size, usable)
     return rows[str(next(count for count in ROW_CLASSES if count >= tokens))]
 
 

@@ -45,7 +45,8 @@ def test_near_shapes_share_a_class() -> None:
 def test_unmeasured_shapes_follow_the_capability_table(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(x(1), 4, 4096, 128) == BINARY
     assert choose(x(1), 4, 4096, 40) == LUT
-    assert choose(x(2), 4, 4096, 128) == choose(x(8), 4, 4096, -1) == INT8
+    assert choose(x(2), 4, 4096, 128) == choose(x(2), 4, 4096, -1) == BINARY
+    assert choose(x(2), 4, 4096, 64) == choose(x(3), 4, 4096, 128) == choose(x(8), 4, 4096, -1) == INT8
     assert choose(x(2), 4, 4096, 40) == LUT
     assert choose(x(9), 4, 4096, 128) == DEQUANTIZE
     assert choose(x(1, dtype=torch.float32), 4, 4096, 128) == DEQUANTIZE
