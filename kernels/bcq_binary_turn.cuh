@@ -177,19 +177,6 @@ __device__ __forceinline__ void multiplyTurn(uint32 slot, int entries, uint32 re
     }
 }
 
-// Add up the lanes of a quad, add to `target` [row][token], start again at zero.
-template <int kTokens>
-__device__ __forceinline__ void flush(float (&sums)[kTokens][kLaneRows], float* target, int lane) {
-    const int quad = lane % kTileQuads, g = lane / kTileQuads, row = quad % kLaneRows;
-#pragma unroll
-    for (int m = 0; m < kTokens; ++m) {
-        const float other = __shfl_xor_sync(kFullWarp, row ? sums[m][0] : sums[m][1], 1);
-        const float total = laneSum<kLaneRows, kTileQuads>((row ? sums[m][1] : sums[m][0]) + other);
-        if (quad < kLaneRows) target[(g + row * (kTileRows / kLaneRows)) * kTokens + m] += total;
-        sums[m][0] = sums[m][1] = 0.0f;
-    }
-}
-
 // What bcq_ring.cuh runs.
 template <int kBits, int kSegment, int kScaleBits_, int kTokens_, int kSteps>
 struct BinaryProduct {
@@ -204,5 +191,5 @@ struct BinaryProduct {
     __device__ __forceinline__ void multiplyTurn(uint32 slot, int entries, uint32 records, uint32 setBytes) {
         ::multiplyTurn<kBits, kSegment, kScaleBits, kSteps, kTokens>(slot, entries, records, setBytes, own, sums);
     }
-    __device__ __forceinline__ void flush(float* target, int lane) { ::flush<kTokens>(sums, target, lane); }
+    __device__ __forceinline__ void flush(float* target, int lane) { flushQuads<kTokens>(sums, target, lane); }
 };

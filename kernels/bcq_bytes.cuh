@@ -12,6 +12,11 @@
 //            kSegment 32: H = 2 m + t / 2, j = 2 (t % 2) + r
 //   about  [segment][row] uint4 {scale s, sum of the codes P, both fp32; kRoundToInteger's bits + 2 P3 - P; 0}
 //          P3: sum of the codes of columns 3, 7, 11, ...
+//
+// A record of a row by itself (kApart), each half of it: every word of 32 columns has a scale and columns of B of its own,
+// which are zero where another word's bytes would be multiplied.
+//   bytes  [m / 2][2 word + kind, then one of zeros] uint4, as for a kSegment of 128
+//   about  [word] uint4
 #pragma once
 #include "bcq_codes.cuh"
 
@@ -29,9 +34,50 @@ __device__ __forceinline__ void packBytes(uint32 a, uint32 b, uint32 c, uint32 d
     high = __byte_perm(first, second, 0x7632);
 }
 
-template <int kSegment>
+// What 32 columns become: bytes [digit's bit][half word] of both kinds, and what stands in `about`.
+struct WordBytes {
+    uint32 low[kDigitBits][2], high[kDigitBits][2];
+    uint4 about;
+};
+
+// Of 32 values per lane; the kLanes neighbours of a segment share a scale. Whole warps call it.
+template <int kLanes>
+__device__ __forceinline__ WordBytes wordBytes(const float (&values)[kValuesPerThread]) {
+    const SegmentScale scale = segmentScale<kLanes, kByteExcess>(values);
+    const float inverse = scale.inverse();
+    constexpr uint32 kZero = kRoundToIntegerBits + kByteMiddle;  // of the code 0
+    uint32 total = 0u - kValuesPerThread * kZero, thirds = 0u - kDigits * kZero;
+    WordBytes bytes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int bit = 0; bit < kDigitBits; ++bit) {
+            uint32 code[kDigits / 2];
+#pragma unroll
+            for (int n = 0; n < kDigits / 2; ++n) {
+                const float value = values[half * kBitsPerWord / 2 + n * kDigitBits + bit];
+                code[n] = __float_as_uint(fmaf(value, inverse, kRoundToInteger + kByteMiddle));
+                total += code[n];
+                thirds += bit == kDigitBits - 1 ? code[n] : 0;
+            }
+            packBytes(code[0], code[1], code[2], code[3], bytes.low[bit][half], bytes.high[bit][half]);
+        }
+    }
+    const int sum = segmentSum<kLanes>(int(total)), third = segmentSum<kLanes>(int(thirds));
+    bytes.about = make_uint4(__float_as_uint(scale.scale()), __float_as_uint(float(sum)),
+                             kRoundToIntegerBits + uint32(2 * third - sum), 0);
+    return bytes;
+}
+
+// Bytes of two products, the digits' bits 2 v and 2 v + 1.
+__device__ __forceinline__ uint4 twoProducts(const uint32 (&bytes)[kDigitBits][2], int v) {
+    return make_uint4(bytes[2 * v][0], bytes[2 * v][1], bytes[2 * v + 1][0], bytes[2 * v + 1][1]);
+}
+
+template <int kSegment, bool kApart>
 struct ByteRecord {
     static constexpr int kLanes = kSegment / kBitsPerWord, kHalfSegments = kTileQuads / kLanes;
+    static constexpr int kPairBytes = kWarpSize * sizeof(uint4);  // from a pair of products to the next
     static constexpr int kHalf = kHalfBytes + kHalfSegments * kByteRows * sizeof(uint4), kBytes = 2 * kHalf;
 
     // Bytes [digit's bit][half word] of 32 columns, where the products above read them. to: of the half tile's record,
@@ -39,10 +85,7 @@ struct ByteRecord {
     static __device__ __forceinline__ void store(const uint32 (&bytes)[kDigitBits][2], int word, uint4* to) {
         if constexpr (kSegment == 4 * kBitsPerWord) {
 #pragma unroll
-            for (int v = 0; v < 2; ++v) {
-                to[v * kWarpSize + word] =
-                    make_uint4(bytes[2 * v][0], bytes[2 * v][1], bytes[2 * v + 1][0], bytes[2 * v + 1][1]);
-            }
+            for (int v = 0; v < 2; ++v) to[v * kWarpSize + word] = twoProducts(bytes, v);
         } else if constexpr (kSegment == 2 * kBitsPerWord) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -62,37 +105,38 @@ struct ByteRecord {
     // it. valid: whether to write. row: of the four.
     static __device__ __forceinline__ void write(const float (&values)[kValuesPerThread], int word, bool valid,
                                                  unsigned char* record, int row) {
-        const SegmentScale scale = segmentScale<kLanes, kByteExcess>(values);
-        const float inverse = scale.inverse();
-        constexpr uint32 kZero = kRoundToIntegerBits + kByteMiddle;  // of the code 0
-        uint32 total = 0u - kValuesPerThread * kZero, thirds = 0u - kDigits * kZero;
-        uint32 low[kDigitBits][2], high[kDigitBits][2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int bit = 0; bit < kDigitBits; ++bit) {
-                uint32 code[kDigits / 2];
-#pragma unroll
-                for (int n = 0; n < kDigits / 2; ++n) {
-                    const float value = values[half * kBitsPerWord / 2 + n * kDigitBits + bit];
-                    code[n] = __float_as_uint(fmaf(value, inverse, kRoundToInteger + kByteMiddle));
-                    total += code[n];
-                    thirds += bit == kDigitBits - 1 ? code[n] : 0;
-                }
-                packBytes(code[0], code[1], code[2], code[3], low[bit][half], high[bit][half]);
-            }
-        }
-        const int sum = segmentSum<kLanes>(int(total)), third = segmentSum<kLanes>(int(thirds));
+        const WordBytes bytes = wordBytes<kLanes>(values);
         if (!valid) return;
 
         unsigned char* half = record + word / kTileQuads * kHalf;
         uint4* own = reinterpret_cast<uint4*>(half) + row * kByteKinds * kTileQuads;
-        store(high, word % kTileQuads, own);
-        store(low, word % kTileQuads, own + kTileQuads);
+        store(bytes.high, word % kTileQuads, own);
+        store(bytes.low, word % kTileQuads, own + kTileQuads);
         if (word % kLanes == 0) {
-            reinterpret_cast<uint4*>(half + kHalfBytes)[word % kTileQuads / kLanes * kByteRows + row] =
-                make_uint4(__float_as_uint(scale.scale()), __float_as_uint(float(sum)),
-                           kRoundToIntegerBits + uint32(2 * third - sum), 0);
+            reinterpret_cast<uint4*>(half + kHalfBytes)[word % kTileQuads / kLanes * kByteRows + row] = bytes.about;
         }
+    }
+};
+
+template <int kSegment>
+struct ByteRecord<kSegment, true> {
+    static constexpr int kZeros = kTileQuads * kByteKinds, kPairBytes = (kZeros + 1) * sizeof(uint4);
+    static constexpr int kAbout = 2 * kPairBytes, kHalf = kAbout + kTileQuads * sizeof(uint4), kBytes = 2 * kHalf;
+
+    static __device__ __forceinline__ void write(const float (&values)[kValuesPerThread], int word, bool valid,
+                                                 unsigned char* record, int) {
+        const WordBytes bytes = wordBytes<1>(values);
+        if (!valid) return;
+
+        const int own = word % kTileQuads;
+        unsigned char* half = record + word / kTileQuads * kHalf;
+#pragma unroll
+        for (int v = 0; v < 2; ++v) {
+            uint4* to = reinterpret_cast<uint4*>(half + v * kPairBytes);
+            to[own * kByteKinds] = twoProducts(bytes.high, v);
+            to[own * kByteKinds + 1] = twoProducts(bytes.low, v);
+            if (own == 0) to[kZeros] = make_uint4(0, 0, 0, 0);
+        }
+        reinterpret_cast<uint4*>(half + kAbout)[own] = bytes.about;
     }
 };

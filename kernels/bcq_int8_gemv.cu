@@ -9,13 +9,17 @@
 //   sum_k x (2 sign - 1) = s * (2 v - P),   P = sum of the segment's codes
 // |2 v - P| < 2^22, so added to the bits of 1.5 * 2^23 it is that number as fp32, and exact.
 //
-// Grid, shared memory and parameters: bcq_ring.cuh; a record there is one k tile of four tokens' bytes.
+// One or two tokens have a product each, whose columns are word t of the lane's four and kind instead of token and kind:
+// B is zero where the lane's word is not the column's, so one product adds up four words apart from each other. Groups
+// narrower than half a tile cost no more than others then.
+//
+// Grid, shared memory and parameters: bcq_ring.cuh; a record there is one k tile of four tokens' bytes, or of one's.
 #include "bcq_int8_turn.cuh"
 
 template <int kBits,      // planes of the weight
           int kSegment,   // columns per activation scale: 32, 64 or 128, a divisor of the group size
           int kScaleBits, // of a scale and of an offset: 16, fp16, or 8
-          int kTokens,    // rows of x at once: 4 or 8
+          int kTokens,    // rows of x at once: 4 or 8, or 1 or 2 for narrow groups
           int kWarps,     // warps per block
           int kSteps,     // tiles per slot of a warp's ring
           int kDepth,     // slots per ring

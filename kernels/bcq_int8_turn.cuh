@@ -19,24 +19,36 @@ __device__ __forceinline__ DigitTable digitTable(int bit, uint32 unknown) {
     return {kLow[bit] + unknown, kLow[bit] + unknown};
 }
 
-// What bcq_ring.cuh runs. A lane 4 g + t ends up with rows g and g + 8 of token t of every set.
+// What bcq_ring.cuh runs. A lane 4 g + t ends up with rows g and g + 8 of token t of every set of four tokens; or, of
+// fewer tokens, with word t's part of them: a token's product has columns for each of the four words that the lanes of
+// a quad have (kApart), so that no word has to be given to another lane where groups are narrow.
 template <int kBits, int kSegment, int kScaleBits_, int kTokens_, int kSteps>
 struct Int8Product {
     using Shape = TurnShape<kBits, kSegment, kScaleBits_, kSteps>;
-    using Record = ByteRecord<kSegment>;
-    static constexpr int kScaleBits = kScaleBits_, kTokens = kTokens_, kSetRows = kByteRows;
+    static constexpr int kScaleBits = kScaleBits_, kTokens = kTokens_, kSetRows = kTokens < kByteRows ? 1 : kByteRows;
+    static constexpr bool kApart = kSetRows == 1;
+    using Record = ByteRecord<kSegment, kApart>;
     static constexpr int kSets = kTokens / kSetRows, kHalfColumns = kTileColumns / 2, kProducts = 4;  // of half a tile
-    static constexpr int kHalfSegments = kHalfColumns / kSegment, kSegmentProducts = kProducts / kHalfSegments;
+    static constexpr int kHalfGroups = kHalfColumns / kSegment, kHalfSegments = kApart ? 1 : kHalfGroups;
+    static constexpr int kSegmentProducts = kProducts / kHalfSegments;
 
-    uint32 vector, scale, about, groupBytes, source, shift;
+    uint32 vector, bytesOfX, scale, about, groupBytes, source, shift;
     DigitTable tables[kDigitBits];
     float sums[kSets][kLaneRows] = {};
 
     __device__ __forceinline__ Int8Product(int lane, int entries, uint32 groupBytes) : groupBytes(groupBytes) {
         const int g = lane / kTileQuads, t = lane % kTileQuads;
         vector = pinned(lane * kVectorBytes);
-        scale = pinned(Shape::kSignBytes + g * entries * Shape::kEntryBytes);
-        about = pinned(kHalfBytes + t * sizeof(uint4));
+        scale = Shape::kSignBytes + g * entries * Shape::kEntryBytes;
+        if constexpr (kApart) {
+            bytesOfX = pinned((t == g / kByteKinds ? g : Record::kZeros) * sizeof(uint4));
+            scale = pinned(scale + t / (kSegment / kBitsPerWord) * groupBytes);
+            about = pinned(Record::kAbout + t * sizeof(uint4));
+        } else {
+            bytesOfX = vector;
+            scale = pinned(scale);
+            about = pinned(kHalfBytes + t * sizeof(uint4));
+        }
         // Which of a segment's half words the lane has; source: where the first segment's is.
         const int halfWord = kHalfSegments == 4 ? t / 2 : t;
         source = pinned(g * kTileQuads + halfWord / 2);
@@ -133,14 +145,14 @@ struct Int8Product {
                 for (int set = 0; set < kSets; ++set) {
 #pragma unroll
                     for (int v = 0; v < 2; ++v) {
-                        x[set][v] = loadShared16(record + vector + set * setBytes + v * kWarpSize * kVectorBytes);
+                        x[set][v] = loadShared16(record + bytesOfX + set * setBytes + v * Record::kPairBytes);
                     }
                 }
 #pragma unroll
                 for (int segment = 0; segment < kHalfSegments; ++segment) {
                     addSegment(signs, x, half, segment, scales, entries,
                                record + about + segment * kByteRows * sizeof(uint4), setBytes);
-                    scales += groupBytes;
+                    scales += kHalfGroups / kHalfSegments * groupBytes;
                 }
             }
         }
@@ -148,6 +160,7 @@ struct Int8Product {
 
     // Add to `target` [row][token], start again at zero.
     __device__ __forceinline__ void flush(float* target, int lane) {
+        if constexpr (kApart) return flushQuads<kTokens>(sums, target, lane);
         const int g = lane / kTileQuads, t = lane % kTileQuads;
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {

@@ -49,6 +49,19 @@ __device__ __forceinline__ uint32 loadPair(uint32 shared) {
     else return loadShared2(shared);
 }
 
+// Add up what the lanes of a quad have of two rows, add to `target` [row][token], start again at zero.
+template <int kTokens>
+__device__ __forceinline__ void flushQuads(float (&sums)[kTokens][kLaneRows], float* target, int lane) {
+    const int quad = lane % kTileQuads, g = lane / kTileQuads, row = quad % kLaneRows;
+#pragma unroll
+    for (int m = 0; m < kTokens; ++m) {
+        const float other = __shfl_xor_sync(kFullWarp, row ? sums[m][0] : sums[m][1], 1);
+        const float total = laneSum<kLaneRows, kTileQuads>((row ? sums[m][1] : sums[m][0]) + other);
+        if (quad < kLaneRows) target[(g + row * (kTileRows / kLaneRows)) * kTokens + m] += total;
+        sums[m][0] = sums[m][1] = 0.0f;
+    }
+}
+
 // How the warps of a block take turns in one pass: turns per row tile, and from a warp's turn to its next.
 struct Pass {
     int width, turns, firstRow, firstTurn, rowStep, turnStep;

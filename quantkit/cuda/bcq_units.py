@@ -18,6 +18,10 @@ TILE_ROWS, TILE_COLUMNS = 16, 256
 _LANES, _VECTOR_BYTES = 32, 16
 _PLANE_BYTES = _LANES * _VECTOR_BYTES  # of one k tile: 16 planes of activations, or one plane of weights
 _FLOAT_BYTES = 4
+# bcq_int8_gemv has a product per row for so many rows and groups narrower than half a tile; its records, per word of 32
+# columns: two bytes an element and 16 more, and 16 zeros for every 64 columns.
+_APART_TOKENS, _APART_SEGMENTS = 2, (64, 32)
+_APART_RECORD_BYTES = 2 * TILE_COLUMNS + (TILE_COLUMNS // 32 + TILE_COLUMNS // 64) * _VECTOR_BYTES
 LUT_BLOCK_TILES = 2  # k tiles whose tables a block of bcq_lut_gemv keeps
 LUT_WARPS = 8  # of such a block
 LUT_SHARED = LUT_BLOCK_TILES * TILE_COLUMNS // 8 * 256 * _FLOAT_BYTES  # a table of 256 sums for every 8 columns
@@ -35,6 +39,8 @@ _WARPS = {
     2: ((4, 12), (8, 8)),
 }
 _INT8_WARPS = {
+    1: ((4, 16), (8, 12)),
+    2: ((8, 12),),
     4: ((8, 12),),
     8: ((4, 12), (8, 8)),
 }
@@ -59,7 +65,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Products:
-    """How a kernel multiplies: its source and function, bytes it keeps of a segment of x, most warps by tokens."""
+    """How a kernel multiplies: its source and function, bytes it keeps beside a segment of x, most warps by tokens."""
 
     source: str
     function: str
@@ -90,8 +96,15 @@ class GemvCase:
         return INT8_PRODUCTS if self.int8 else BINARY_PRODUCTS
 
     @property
+    def apart(self) -> bool:
+        """Whether every token has a product of its own, with columns for words of x and not for tokens."""
+        return self.int8 and self.tokens <= _APART_TOKENS
+
+    @property
     def record_bytes(self) -> int:
         """What a block keeps of one k tile of x, over all tokens."""
+        if self.apart:
+            return self.tokens * _APART_RECORD_BYTES
         about = TILE_COLUMNS // self.segment * self.products.about_bytes
         return self.tokens * (_PLANE_BYTES + max(_VECTOR_BYTES, about))
 
@@ -149,10 +162,12 @@ def segment_columns(group_size: int) -> int:
 def gemv_case(weight_bits: int, segment: int, scale_bits: int, tokens: int, *, int8: bool) -> GemvCase:
     """The instance for ``tokens`` rows of x and a segment of the group size.
 
-    Binary: 1 or 2 tokens at once. INT8: 4 or 8.
+    Binary: 1 or 2 tokens at once. INT8: 4 or 8, and 1 or 2 where segments are narrow.
     """
     if int8:
-        return GemvCase(weight_bits, min(segment, _INT8_SEGMENTS[0]), scale_bits, 4 if tokens <= 4 else 8, int8)
+        least = 1 if segment in _APART_SEGMENTS else 4
+        at_once = next(count for count in (1, 2, 4, 8) if count >= min(max(tokens, least), 8))
+        return GemvCase(weight_bits, min(segment, _INT8_SEGMENTS[0]), scale_bits, at_once, int8)
     return GemvCase(weight_bits, segment, scale_bits, min(tokens, 2))
 
 
@@ -169,9 +184,9 @@ def gemv_tile(
     warps = next(warps for planes, warps in case.products.warps[case.tokens] if case.weight_bits <= planes)
     warps = _RESIDENT_WARPS if resident > 1 else min(warps, most_warps)
     crowded = case.tokens * case.weight_bits >= _CROWDED or case.weight_bits > _FEW_PLANES
-    if crowded and case.segment < _ROOMY_SEGMENT:
+    if crowded and case.segment < _ROOMY_SEGMENT and not case.apart:
         warps = min(warps, 8)
-    if case.segment == SEGMENTS[-1] and case.weight_bits >= _FEW_PLANES:
+    if case.segment == SEGMENTS[-1] and case.weight_bits >= _FEW_PLANES and not case.apart:
         warps = min(warps, _FINE_WARPS)
     steps = _TURNS.get(case.weight_bits, 1)
     step = case.tile_bytes(case.weight_bits + 1)

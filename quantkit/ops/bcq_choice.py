@@ -30,8 +30,7 @@ from quantkit.ops.bcq_tiles import BcqTiles
 
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
 _FEW_ROWS = 8
-_WIDE_SEGMENT = 128  # columns from which on the binary products of a row or two take the same time
-_MEASURED_ROWS = {LUT: (1, _FEW_ROWS), INT8: (2, ROW_CLASSES[-1])}  # others: all classes
+_WIDE_SEGMENT = 128  # columns of a group from which on binary products of one row are faster, and of two in most cases
 _DIGEST = 8
 _TABLE = Path("kernels") / "bcq_choice.json"
 
@@ -69,13 +68,18 @@ def _table() -> Choices:
     return table
 
 
+def _narrow(group_size: int, columns: int) -> bool:
+    segment = binary_segment(group_size, columns)
+    return segment is not None and segment < _WIDE_SEGMENT
+
+
 def _unmeasured(x: Tensor, group_size: int, usable: tuple[str, ...]) -> str:
     (tokens, columns), device = x.shape, x.device
     native = support(BINARY_MMA, *torch.cuda.get_device_capability(device)) is Support.NATIVE
     if tokens > _FEW_ROWS or usable == (DEQUANTIZE,):
         return DEQUANTIZE
-    narrow = (binary_segment(group_size, columns) or 0) < _WIDE_SEGMENT
-    if INT8 in usable and (tokens > 2 or tokens == 2 and (narrow or not native)):
+    two_on_int8 = not native or _narrow(group_size, columns)
+    if INT8 in usable and (tokens > 2 or (tokens == 2 and two_on_int8)):
         return INT8
     return BINARY if native and BINARY in usable else LUT
 
@@ -113,7 +117,7 @@ def ensure_measured(weight: BcqTiles) -> None:
         seconds = {
             kernel: cold_seconds(_call(kernel, x, other), _call(kernel, x, weight), device)
             for kernel in candidates(x.dtype, weight.group_size, columns)
-            if _worth_measuring(kernel, tokens)
+            if _worth_measuring(kernel, tokens, _narrow(weight.group_size, columns))
         }
         best[str(tokens)] = min(seconds, key=seconds.__getitem__)
     table = {**_table(), gpu: {**_table().get(gpu, {}), name: best}}
@@ -121,9 +125,10 @@ def ensure_measured(weight: BcqTiles) -> None:
     _table.cache_clear()
 
 
-def _worth_measuring(kernel: str, tokens: int) -> bool:
-    least, most = _MEASURED_ROWS.get(kernel, (1, ROW_CLASSES[-1]))
-    return least <= tokens <= most
+def _worth_measuring(kernel: str, tokens: int, narrow: bool) -> bool:
+    if kernel == LUT:
+        return tokens <= _FEW_ROWS
+    return kernel != INT8 or tokens > 1 or narrow
 
 
 def _copy(weight: BcqTiles) -> BcqTiles:

@@ -96,9 +96,13 @@ def test_segment_is_the_widest_that_divides_the_group(group_size: int, columns: 
 
 
 @pytest.mark.parametrize(
-    ("segment", "tokens", "expected"), [(256, 1, (128, 4)), (128, 4, (128, 4)), (64, 5, (64, 8)), (32, 30, (32, 8))]
+    ("segment", "tokens", "expected"),
+    [
+        *[(256, 1, (128, 4)), (128, 2, (128, 4)), (128, 4, (128, 4)), (64, 5, (64, 8)), (32, 30, (32, 8))],
+        *[(64, 1, (64, 1)), (32, 2, (32, 2)), (32, 3, (32, 4))],
+    ],
 )
-def test_int8_takes_four_or_eight_tokens_and_segments_whose_sums_are_exact(
+def test_int8_takes_four_or_eight_tokens_fewer_of_narrow_groups_and_segments_whose_sums_are_exact(
     segment: int, tokens: int, expected: tuple[int, int]
 ) -> None:
     case = gemv_case(3, segment, 16, tokens, int8=True)

@@ -39,6 +39,7 @@ TOKEN_SHAPES = [  # planes, rows, columns, group size
     (1, 257, 1000, 32),
     (3, 130, 777, 96),  # rows of x not 16-byte aligned
     (4, 80, 24700, 128),  # too long for shared memory with eight tokens: several passes
+    (4, 272, 16640, 32),
     (6, 320, 1280, 64),
     (7, 40, 1280, -1),
 ]
@@ -144,6 +145,18 @@ def test_largest_codes_fit_into_two_bytes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("kernel", [BINARY, INT8])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_two_tokens_do_not_disturb_each_other(group_size: int, kernel: str) -> None:
+    weight, x = random_weight(3, 96, 1024, group_size, offset=True), torch.randn(2, 1024, device=CUDA).half()
+    before = run(weight, x, None, kernel)
+    x[1, 700] = float("nan")
+    y = run(weight, x, None, kernel)
+    assert torch.equal(y[0], before[0])
+    assert y[1].isnan().all()
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_tokens_do_not_disturb_each_other(group_size: int) -> None:
     weight, x = random_weight(3, 96, 1024, group_size, offset=True), torch.randn(8, 1024, device=CUDA).half()
@@ -199,9 +212,10 @@ def test_fp32_activations_keep_fp32_accuracy_and_the_canonical_op_agrees() -> No
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kernel", [BINARY, INT8, LUT])
+@pytest.mark.parametrize("group_size", [32, 128])
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
-def test_unusual_activations(dtype: torch.dtype, kernel: str) -> None:
-    weight = random_weight(3, 96, 1024, 128, offset=True)
+def test_unusual_activations(dtype: torch.dtype, group_size: int, kernel: str) -> None:
+    weight = random_weight(3, 96, 1024, group_size, offset=True)
     zeros = torch.zeros(1, 1024, device=CUDA, dtype=dtype)
     assert not run(weight, zeros, None, kernel).any()
     outlier = torch.randn(1, 1024, device=CUDA).to(dtype)
@@ -209,8 +223,8 @@ def test_unusual_activations(dtype: torch.dtype, kernel: str) -> None:
     error = relative_error(run(weight, outlier, None, kernel), reference(weight, outlier, None))
     assert error < max(OUTLIER_RTOL, RTOL[dtype])
     denormal = (torch.randn(1, 1024, device=CUDA) * 3e-6).to(dtype)  # below fp16's smallest normal number, 6e-5
-    scaled = random_weight(3, 96, 1024, 128, offset=False)
-    big = BcqWeight(BcqTensors(scaled.stored.signs, scaled.stored.scales * 1000), 128, 1024)
+    scaled = random_weight(3, 96, 1024, group_size, offset=False)
+    big = BcqWeight(BcqTensors(scaled.stored.signs, scaled.stored.scales * 1000), group_size, 1024)
     assert relative_error(run(big, denormal, None, kernel), reference(big, denormal, None)) < 4 * RTOL[dtype]
     for poison in (float("inf"), float("nan")):
         poisoned = torch.randn(1, 1024, device=CUDA).to(dtype)
@@ -220,9 +234,10 @@ def test_unusual_activations(dtype: torch.dtype, kernel: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_results_repeat_bit_for_bit(kernel: str) -> None:
-    weight = random_weight(4, 1040, 4096, 128, offset=True)
-    x = torch.randn(2, 4096, device=CUDA).half()
+@pytest.mark.parametrize(("tokens", "group_size"), [(1, 64), (2, 128)])
+def test_results_repeat_bit_for_bit(tokens: int, group_size: int, kernel: str) -> None:
+    weight = random_weight(4, 1040, 4096, group_size, offset=True)
+    x = torch.randn(tokens, 4096, device=CUDA).half()
     first = run(weight, x, None, kernel)
     assert all(torch.equal(run(weight, x, None, kernel), first) for _ in range(10))
 
