@@ -1,4 +1,4 @@
-// y[m][n] = bias[n] + sum_g sum_k x[m][k] * (sum_i scale_i (2 sign_i - 1) + offset),  m < 4 tokens      (nuQmm Eq 1)
+// y[m][n] = bias[n] + sum_g sum_k x[m][k] * (sum_i scale_i (2 sign_i - 1) + offset),  m < 2 tokens      (nuQmm Eq 1)
 // on binary tensor cores, for group_size a multiple of 32.
 //
 // x becomes 16 bit planes per segment (bcq_planes.cuh), x ~ s c with codes c. Sign bits go from memory to the tensor
@@ -16,7 +16,7 @@
 template <int kBits,      // planes of the weight
           int kSegment,   // columns per activation scale: 32, 64, 128 or 256, a divisor of the group size
           int kScaleBits, // of a scale and of an offset: 16, fp16, or 8
-          int kTokens,    // rows of x at once
+          int kTokens,    // rows of x at once: 1 or 2
           int kWarps,     // warps per block
           int kSteps,     // tiles per slot of a warp's ring
           int kDepth,     // slots per ring

@@ -39,6 +39,15 @@ INT8_LAYOUTS: dict[tuple[int, int], list[Layout]] = {
     (2, 8): [(8, 2, 3, 1), (12, 1, 4, 1), (12, 2, 2, 1), (16, 1, 3, 1), (12, 2, 3, 1, 2)],
     (4, 8): [(8, 1, 3, 1), (8, 2, 2, 1), (12, 1, 2, 1), (12, 1, 4, 1), (16, 1, 2, 1), (12, 1, 3, 1, 2)],
 }
+NARROW_LAYOUTS: dict[tuple[int, int], list[Layout]] = {  # of bcq_int8_gemv, groups of 32
+    (1, 1): [(16, 4, 3, 1), (16, 4, 2, 1), (12, 4, 4, 1), (8, 4, 3, 2)],
+    (2, 1): [(16, 2, 3, 1), (16, 2, 2, 1), (16, 1, 4, 1), (12, 2, 4, 1), (8, 2, 3, 2)],
+    (4, 1): [(16, 1, 3, 1), (16, 1, 2, 1), (12, 1, 4, 1), (8, 1, 3, 2)],
+    (1, 2): [(12, 4, 2, 1), (12, 2, 4, 1)],
+    (2, 2): [(12, 2, 2, 1), (16, 2, 2, 1), (16, 1, 3, 1), (8, 2, 4, 1)],
+    (4, 2): [(12, 1, 2, 1), (16, 1, 2, 1), (16, 1, 3, 1), (8, 1, 4, 1)],
+}
+NARROW = 32
 CUDA = torch.device("cuda")
 
 
@@ -59,14 +68,16 @@ def _calls(gemv: Gemv, x: Tensor, weights: list[BcqTiles], tile: GemvTile | None
     return lambda i: lambda: gemv(x, weights[i], None, tile=tile, settled=True)
 
 
-def candidates(bits: int, rows: int) -> dict[str, tuple[Gemv, GemvTile | None]]:
+def candidates(bits: int, rows: int, group_size: int) -> dict[str, tuple[Gemv, GemvTile | None]]:
     """By name: the tables' layouts and those to compare them with. Names are the fields of GemvTile."""
     found: dict[str, tuple[Gemv, GemvTile | None]] = {"table": (binary_gemv, None)}
     for layout in LAYOUTS.get((bits, rows), []):
         found["x".join(map(str, layout))] = binary_gemv, GemvTile(*layout)  # type: ignore[arg-type]
-    if rows > 1:
+    narrow = group_size == NARROW
+    if rows > 1 or narrow:
         found["int8"] = int8_gemv, None
-    for layout in INT8_LAYOUTS.get((bits, rows), []):
+    few = narrow and rows <= 2
+    for layout in (NARROW_LAYOUTS if few else INT8_LAYOUTS).get((bits, rows), []):
         found["int8-" + "x".join(map(str, layout))] = int8_gemv, GemvTile(*layout)  # type: ignore[arg-type]
     return found
 
@@ -80,7 +91,7 @@ def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict
     torch.cuda.synchronize()
     result: dict[str, float] = {}
     total = weights_bytes + weights[0].scale_tiles.numel() * 2
-    for name, (gemv, tile) in candidates(bits, rows).items():
+    for name, (gemv, tile) in candidates(bits, rows, group_size).items():
         try:
             result[name] = microseconds(_calls(gemv, x, weights, tile), count)
         except KernelError as error:
@@ -108,9 +119,9 @@ def main() -> None:
     for bits in map(int, options.bits.split(",")):
         for size in map(int, options.sizes.split(",")):
             for group_size, offset, rows in [
-                *((group, False, 1) for group in (128, 32, size)),
+                *((group, False, 1) for group in (128, 64, NARROW, size)),
                 (128, True, 1),
-                *((128, False, count) for count in (2, 4, 8)),
+                *((group, False, count) for group in (128, NARROW) for count in (2, 4, 8)),
             ]:
                 results[f"q{bits}-{size}-g{group_size}-o{offset:d}-M{rows}"] = tune(
                     bits, size, group_size, offset, rows
