@@ -13,8 +13,8 @@
 //   about  [segment][row] uint4 {scale s, sum of the codes P, both fp32; kRoundToInteger's bits + 2 P3 - P; 0}
 //          P3: sum of the codes of columns 3, 7, 11, ...
 //
-// A record of a row by itself (kApart), each half of it: every word of 32 columns has a scale and columns of B of its own,
-// which are zero where another word's bytes would be multiplied.
+// A record of a row by itself (kApart), each half of it: every word of 32 columns has a scale and columns of B of its
+// own, which are zero where another word's bytes would be multiplied.
 //   bytes  [m / 2][2 word + kind, then one of zeros] uint4, as for a kSegment of 128
 //   about  [word] uint4
 #pragma once

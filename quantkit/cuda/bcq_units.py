@@ -261,7 +261,7 @@ def plan_gemv(
     k_tiles = ceil(k_tiles / cluster)
     limit = shared_limit(*gpu.capability, tile.resident)
     ring = tile.warps * tile.steps * tile.depth * case.tile_bytes(entries)
-    at_once = gpu.processors // cluster
+    at_once = max(1, gpu.processors // cluster)
     if case.tokens == tile.resident == 1 and gpu.capability >= _OVERLAP_CAPABILITY:
         at_once = _leave_one(row_tiles, at_once)
     # Whole rounds of blocks: as long as one, a last round of a few would leave the others idle.
