@@ -16,8 +16,6 @@
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
-constexpr float kLog2Of127 = 6.98868468677216585f;
-constexpr uint32 kOnes = 0x01010101u;
 
 template <int kDim>
 struct Layout {
@@ -106,25 +104,6 @@ __device__ __forceinline__ void takeLargest(float (&largest)[kRowTiles][2], cons
     }
 }
 
-// The largest scores of whole rows: 0 for a row that sees no key, so that its codes become 0; NaN for one that has it.
-template <int kRowTiles>
-__device__ __forceinline__ void settle(float (&largest)[kRowTiles][2], int bad) {
-#pragma unroll
-    for (int i = 0; i < 2 * kRowTiles; i++) {
-        float& most = largest[i / 2][i % 2];
-        most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2));
-        if (__float_as_int(most) == kMinusInfinityBits) most = 0.f;  // sees no key: every code becomes 0
-        if (bad >> i & 1) most = __uint_as_float(kNotANumberBits);
-    }
-}
-
-// round(127 * 2^((score - largest) * exponentStep)) in the low byte.
-__device__ __forceinline__ uint32 probabilityCode(int score, float largest, float exponentStep) {
-    const float power = powerOf2(__fmaf_rn(__int_as_float(score) - largest, exponentStep, kLog2Of127));
-    return __float_as_uint(__fadd_rn(power, kIntegerBase));
-}
-
 // Add P V of 32 keys to the sums; P as codes of the scores. largest, total: of rows g and g + 8 of each row tile.
 template <int kDim, int kRowTiles>
 __device__ __forceinline__ void weighStep(int (&sums)[kRowTiles][kDim / 8][4], int (&total)[kRowTiles][2],
@@ -137,12 +116,9 @@ __device__ __forceinline__ void weighStep(int (&sums)[kRowTiles][kDim / 8][4], i
 #pragma unroll
         for (int w = 0; w < 4; w++) {
             const int half = w % 2;
-            uint32 code[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                code[i] = probabilityCode(s[r][w / 2 * 2 + i / 2][2 * half + i % 2], largest[r][half], exponentStep);
-            }
-            word[w] = packBytes(code[0], code[1], code[2], code[3]);
+            word[w] = probabilityWord(s[r][w / 2 * 2][2 * half], s[r][w / 2 * 2][2 * half + 1],
+                                      s[r][w / 2 * 2 + 1][2 * half], s[r][w / 2 * 2 + 1][2 * half + 1],
+                                      largest[r][half], exponentStep);
             total[r][half] = __dp4a(int(word[w]), int(kOnes), total[r][half]);
         }
         p[r] = make_uint4(word[0], word[1], word[2], word[3]);
@@ -154,54 +130,6 @@ __device__ __forceinline__ void weighStep(int (&sums)[kRowTiles][kDim / 8][4], i
         for (int r = 0; r < kRowTiles; r++) {
             signedMma32(sums[r][2 * pair], sums[r][2 * pair], p[r], v.x, v.y);
             signedMma32(sums[r][2 * pair + 1], sums[r][2 * pair + 1], p[r], v.z, v.w);
-        }
-    }
-}
-
-// Eight neighbouring dims of one row, aligned to 16 bytes.
-__device__ __forceinline__ void storeRun(void* out, size_t index, const float (&y)[kRun], int dtype) {
-    if (dtype == kFloat32) {
-        uint4* run = reinterpret_cast<uint4*>(static_cast<float*>(out) + index);
-#pragma unroll
-        for (int i = 0; i < kRun; i += 4) {
-            run[i / 4] = make_uint4(__float_as_uint(y[i]), __float_as_uint(y[i + 1]), __float_as_uint(y[i + 2]),
-                                    __float_as_uint(y[i + 3]));
-        }
-    } else {
-        uint32 pairs[kRun / 2];
-#pragma unroll
-        for (int i = 0; i < kRun / 2; i++) {
-            pairs[i] = floatToShort(y[2 * i], dtype) | uint32(floatToShort(y[2 * i + 1], dtype)) << 16;
-        }
-        *reinterpret_cast<uint4*>(static_cast<uint16*>(out) + index) =
-            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-}
-
-// Sums of codes to the output, by the sum of the codes of P. first: index of this lane's first row in the output.
-template <int kDim, int kRowTiles>
-__device__ __forceinline__ void writeRows(void* out, const int (&sums)[kRowTiles][kDim / 8][4],
-                                          const int (&total)[kRowTiles][2], const float (&largest)[kRowTiles][2],
-                                          float valueStep, size_t first, int row, int M, int valueDims, int dtype,
-                                          int lane) {
-#pragma unroll
-    for (int i = 0; i < 2 * kRowTiles; i++) {
-        const int r = i / 2, half = i % 2, m = row + 16 * r + 8 * half;
-        int sum = total[r][half];
-        sum += __shfl_xor_sync(kFullWarp, sum, 1);
-        sum += __shfl_xor_sync(kFullWarp, sum, 2);
-        float scale = sum == 0 ? 0.f : __fmul_rn(__frcp_rn(__int2float_rn(sum)), valueStep);
-        if (largest[r][half] != largest[r][half]) scale = largest[r][half];
-        const size_t start = first + size_t(m - row) * gridDim.y * valueDims;
-#pragma unroll
-        for (int run = 0; run < kDim / 32; run++) {
-            const int dim = 32 * run + lane % 4 * kRun;
-            float y[kRun];
-#pragma unroll
-            for (int n = 0; n < kRun; n++) {
-                y[n] = __fmul_rn(__int2float_rn(sums[r][4 * run + n / 2][2 * half + n % 2]), scale);
-            }
-            if (m < M && dim < valueDims) storeRun(out, start + dim, y, dtype);
         }
     }
 }
@@ -292,5 +220,5 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
     copyWait<0>();
 
     const size_t first = ((size_t(batch) * M + row) * gridDim.y + head) * valueDims;
-    writeRows<kDim>(out, sums, total, largest, valueStep, first, row, M, valueDims, dtype, lane);
+    writeRows<kDim>(out, sums, total, largest, valueStep, first, gridDim.y * valueDims, row, M, valueDims, dtype, lane);
 }

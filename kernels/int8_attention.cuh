@@ -35,14 +35,19 @@ __device__ __forceinline__ Step stepOf(float size) {
     return {lifted, __frcp_rn(lifted), __fmul_rn(lifted, float(kMostCode)), lift};
 }
 
-// The code in the low byte. Two corrections by the exact remainder make the quotient the correctly rounded one.
-__device__ __forceinline__ uint32 codeOf(float value, const Step& step) {
-    const float lifted = value == value ? __fmul_rn(value, step.lift) : 0.f;
-    const float x = fminf(fmaxf(lifted, -step.limit), step.limit);
+// The code of a finite, lifted value in the low byte. Two corrections by the exact remainder make the quotient the
+// correctly rounded one.
+__device__ __forceinline__ uint32 plainCodeOf(float value, const Step& step) {
+    const float x = fminf(fmaxf(value, -step.limit), step.limit);
     float q = __fmul_rn(x, step.inverse);
     q = __fmaf_rn(__fmaf_rn(-q, step.size, x), step.inverse, q);
     q = __fmaf_rn(__fmaf_rn(-q, step.size, x), step.inverse, q);
     return __float_as_uint(__fadd_rn(q, kIntegerBase));
+}
+
+// The code in the low byte.
+__device__ __forceinline__ uint32 codeOf(float value, const Step& step) {
+    return plainCodeOf(value == value ? __fmul_rn(value, step.lift) : 0.f, step);
 }
 
 // Four codes, the first in the low byte.
@@ -61,31 +66,74 @@ __device__ __forceinline__ size_t rowStart(const Source& from, int batch, int he
     return size_t(batch) * from.batchStride + size_t(head) * from.headStride + size_t(row) * from.rowStride;
 }
 
-// Eight elements from `dim` of the row that starts at `start`; 0 behind the last dim.
-__device__ __forceinline__ void loadRun(const Source& from, size_t start, int dim, float (&x)[kRun]) {
-    if (dim >= from.dims) {
+// Neighbouring elements as they lie in memory; kWide: of four bytes, else of two.
+template <int kCount, bool kWide>
+struct Raw {
+    static constexpr int kWords = kCount / (kWide ? 1 : 2);
+    uint32 words[kWords];
+};
+
+// kCount elements from `dim` of the row that starts at `start`; 0 behind the last dim and where not present. Apart from
+// floatsOf, so that several loads are under way at once.
+template <int kCount, bool kWide>
+__device__ __forceinline__ Raw<kCount, kWide> loadRaw(const Source& from, size_t start, int dim, bool present) {
+    Raw<kCount, kWide> raw = {};
+    const uint8* at = static_cast<const uint8*>(from.base) + (start + dim) * (kWide ? 4 : 2);
+    if (present && dim < from.dims) {
+        if constexpr (raw.kWords == 2) {
+            const uint2 pair = *reinterpret_cast<const uint2*>(at);
+            raw.words[0] = pair.x, raw.words[1] = pair.y;
+        } else {
 #pragma unroll
-        for (int i = 0; i < kRun; i++) x[i] = 0.f;
-    } else if (from.dtype == kFloat32) {
-        const uint4* run = reinterpret_cast<const uint4*>(static_cast<const float*>(from.base) + start + dim);
-#pragma unroll
-        for (int i = 0; i < kRun; i += 4) {
-            const uint4 raw = run[i / 4];
-            x[i] = __uint_as_float(raw.x), x[i + 1] = __uint_as_float(raw.y);
-            x[i + 2] = __uint_as_float(raw.z), x[i + 3] = __uint_as_float(raw.w);
+            for (int w = 0; w < raw.kWords; w += 4) {
+                const uint4 four = reinterpret_cast<const uint4*>(at)[w / 4];
+                raw.words[w] = four.x, raw.words[w + 1] = four.y;
+                raw.words[w + 2] = four.z, raw.words[w + 3] = four.w;
+            }
         }
-    } else {
-        const uint4 raw = *reinterpret_cast<const uint4*>(static_cast<const uint16*>(from.base) + start + dim);
-        const uint32 pairs[kRun / 2] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int i = 0; i < kRun; i++) x[i] = shortToFloat(uint16(pairs[i / 2] >> i % 2 * 16), from.dtype);
     }
+    return raw;
+}
+
+template <int kCount, bool kWide>
+__device__ __forceinline__ void floatsOf(const Raw<kCount, kWide>& raw, int dtype, float (&x)[kCount]) {
+    if constexpr (kWide) {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) x[i] = __uint_as_float(raw.words[i]);
+    } else if (dtype == kFloat16) {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) x[i] = halfToFloat(uint16(raw.words[i / 2] >> i % 2 * 16));
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) x[i] = bfloatToFloat(uint16(raw.words[i / 2] >> i % 2 * 16));
+    }
+}
+
+__device__ __forceinline__ void loadRun(const Source& from, size_t start, int dim, float (&x)[kRun]) {
+    if (from.dtype == kFloat32) {
+        floatsOf(loadRaw<kRun, true>(from, start, dim, true), from.dtype, x);
+    } else {
+        floatsOf(loadRaw<kRun, false>(from, start, dim, true), from.dtype, x);
+    }
+}
+
+// Whether no element is NaN or Inf.
+__device__ __forceinline__ bool isFinite(const float (&x)[kRun]) {
+    float none = 0.f;
+#pragma unroll
+    for (int i = 0; i < kRun; i++) none = __fmaf_rn(x[i], 0.f, none);
+    return none == 0.f;
 }
 
 __device__ __forceinline__ uint2 runCodes(const float (&x)[kRun], const Step& step) {
     uint32 codes[kRun];
+    if (step.lift == 1.f && isFinite(x)) {
 #pragma unroll
-    for (int i = 0; i < kRun; i++) codes[i] = codeOf(x[i], step);
+        for (int i = 0; i < kRun; i++) codes[i] = plainCodeOf(x[i], step);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kRun; i++) codes[i] = codeOf(x[i], step);
+    }
     return make_uint2(packBytes(codes[0], codes[1], codes[2], codes[3]),
                       packBytes(codes[4], codes[5], codes[6], codes[7]));
 }

@@ -1,9 +1,8 @@
 // Which keys a row of Q sees, for int8_attention.cu: as many as there are, up to its own, and as the mask says.
 #pragma once
-#include "int8_attention.cuh"
+#include "int8_attention_rows.cuh"
 
 constexpr int kKeyTiles = kStepKeys / 8;              // products of eight keys per step
-constexpr int kMinusInfinityBits = int(0xff800000u);
 constexpr int kBoolMask = 3;                          // element types of the mask: Dtype, or this
 
 // What keys a row sees. Strides in elements; scoreUnit: the value of one in Q K^T.

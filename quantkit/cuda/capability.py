@@ -124,8 +124,11 @@ _ROWS: tuple[_Row, ...] = (
         INT8_WGMMA,
         native=_hopper,
         emulated=_never,
-        used_by="int8_gemm",
-        notes={Support.NATIVE: "", Support.MISSING: "int8_gemm uses mma s8 instead"},
+        used_by="int8_gemm, int8_attention",
+        notes={
+            Support.NATIVE: "attention: heads of up to 64 or 97 to 128 values without a mask; others on mma s8",
+            Support.MISSING: "int8_gemm and int8_attention use mma s8 instead",
+        },
     ),
     _Row(
         FLOAT_MMA,

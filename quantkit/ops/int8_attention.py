@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -23,13 +24,11 @@ from quantkit.cuda.attention_units import (
     BOOL_MASK,
     HEAD_DIMS,
     MOST_KEYS,
+    QUANTIZE_KEYS,
     QUANTIZE_THREADS,
-    THREADS,
-    TILE_KEYS,
-    attention_unit,
-    block_rows,
-    quantize_unit,
-    shared_bytes,
+    AttentionForm,
+    attention_form,
+    group_heads,
 )
 from quantkit.cuda.launch import DTYPE_CODES, launch
 from quantkit.errors import KernelError
@@ -106,7 +105,7 @@ def int8_attention_cuda(
     scaling: float,
     causal: bool,
 ) -> Tensor:
-    """As int8_attention_reference, in two kernels.
+    """As int8_attention_reference, in two kernels, of which there are two forms (quantkit.cuda.attention_units).
 
     Raises KernelError for heads wider than 256, element types that differ or are none of fp16, bf16 and fp32, more keys
     than int32 sums hold, a negative scaling, and GPUs before compute capability 8.0.
@@ -114,44 +113,102 @@ def int8_attention_cuda(
     head_dim = _check(query, key, value, mask)
     if scaling < 0:
         raise KernelError(f"int8_attention takes no negative scaling on a GPU, and got {scaling}")
-    (batch, heads, rows, _), (kv_heads, keys) = query.shape, key.shape[1:3]
+    batch, heads, rows, _ = query.shape
     width = value.shape[-1]
     out = query.new_empty(batch, rows, heads, _whole_runs(width))
     if not out.numel():
         return out
-    if _capability(query.device) < _LEAST_CAPABILITY:
+    capability = _capability(query.device)
+    if capability < _LEAST_CAPABILITY:
         raise KernelError("int8_attention needs a GPU of compute capability 8.0 or later")
-    dtype, (query_step, key_step, value_step) = DTYPE_CODES[query.dtype], steps
+    form = attention_form(capability, head_dim, mask is not None)
     query, key, value = map(_aligned, (query, key, value))
-    tile_count = -(-keys // TILE_KEYS)
-    tiles = torch.empty(batch, kv_heads, tile_count, 2 * TILE_KEYS * head_dim, dtype=torch.int8, device=query.device)
+    tiles = _quantized(form, head_dim, key, value, steps)
+    score_step = float(np.float32(steps[0] * steps[1] * scaling))
+    problem = _Problem(query, tiles, out, (steps[0], steps[2], score_step), key.shape[1], key.shape[2], causal)
+    if form.swizzled:
+        _launch_warpgroups(form, head_dim, problem)
+    else:
+        _launch_warps(form, head_dim, problem, mask)
+    return out if out.shape[-1] == width else out[..., :width].contiguous()
+
+
+def _quantized(form: AttentionForm, head_dim: int, key: Tensor, value: Tensor, steps: Sequence[float]) -> Tensor:
+    """Codes of K and V in the tiles of a form."""
+    batch, kv_heads, keys, _ = key.shape
+    count = -(-keys // form.tile_keys)
+    tiles = torch.empty(batch, kv_heads, count, 2 * form.tile_keys * head_dim, dtype=torch.int8, device=key.device)
     launch(
-        quantize_unit(head_dim),
-        query.device,
-        grid=(tile_count, kv_heads, batch),
+        form.quantize_unit(head_dim),
+        key.device,
+        grid=(count * form.tile_keys // QUANTIZE_KEYS, kv_heads, batch),
         block=(QUANTIZE_THREADS,),
-        args=(key, value, tiles, key_step, value_step, *_extent(key), *_extent(value), keys, dtype),
+        args=(key, value, tiles, steps[1], steps[2], *_extent(key), *_extent(value), keys, DTYPE_CODES[key.dtype]),
     )
-    score_step = float(np.float32(query_step * key_step * scaling))
+    return tiles
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What both forms read and write; steps: of the codes of Q and V, and of a score."""
+
+    query: Tensor
+    tiles: Tensor
+    out: Tensor
+    steps: tuple[float, float, float]
+    kv_heads: int
+    keys: int
+    causal: bool
+
+    @property
+    def exponent_step(self) -> float:
+        """What one in Q K^T adds to the exponent of 2."""
+        return max(self.steps[2] * math.log2(math.e), _LEAST_EXPONENT_STEP)
+
+
+def _launch_warpgroups(form: AttentionForm, head_dim: int, it: _Problem) -> None:
+    batch, heads, rows, _ = it.query.shape
+    items = -(-rows // form.block_rows(head_dim)) * heads * batch
+    group = heads // it.kv_heads
+    launch(
+        form.unit(head_dim),
+        it.query.device,
+        grid=(min(items, _processors(it.query.device)),),
+        block=(form.threads,),
+        args=(
+            *(it.query, it.tiles, it.out, *it.steps[:2], it.exponent_step),
+            *(*_extent(it.query), rows, it.keys, heads, items, group, group_heads(head_dim, it.keys, group)),
+            *(it.out.shape[-1], int(it.causal), DTYPE_CODES[it.query.dtype]),
+        ),
+        shared_mem=form.shared_bytes(head_dim),
+    )
+
+
+def _launch_warps(form: AttentionForm, head_dim: int, it: _Problem, mask: Tensor | None) -> None:
+    batch, heads, rows, _ = it.query.shape
     mask_arguments: tuple[int, ...] = (0, 0, 0, 0, 0)
-    exponent_step = max(score_step * math.log2(math.e), _LEAST_EXPONENT_STEP)
+    exponent_step = it.exponent_step
     if mask is not None:
         mask_dtype = BOOL_MASK if mask.dtype == torch.bool else DTYPE_CODES[mask.dtype]
-        mask_arguments = (*mask.expand(batch, heads, rows, keys).stride(), mask_dtype)
+        mask_arguments = (*mask.expand(batch, heads, rows, it.keys).stride(), mask_dtype)
         exponent_step = exponent_step if mask_dtype == BOOL_MASK else math.log2(math.e)
     launch(
-        attention_unit(head_dim),
-        query.device,
-        grid=(-(-rows // block_rows(head_dim)), heads, batch),
-        block=(THREADS,),
+        form.unit(head_dim),
+        it.query.device,
+        grid=(-(-rows // form.block_rows(head_dim)), heads, batch),
+        block=(form.threads,),
         args=(
-            *(query, tiles, mask, out, query_step, value_step, score_step, exponent_step),
-            *(*_extent(query), *mask_arguments),
-            *(rows, keys, heads // kv_heads, out.shape[-1], int(causal), dtype),
+            *(it.query, it.tiles, mask, it.out, *it.steps, exponent_step),
+            *(*_extent(it.query), *mask_arguments, rows, it.keys, heads // it.kv_heads),
+            *(it.out.shape[-1], int(it.causal), DTYPE_CODES[it.query.dtype]),
         ),
-        shared_mem=shared_bytes(head_dim),
+        shared_mem=form.shared_bytes(head_dim),
     )
-    return out if out.shape[-1] == width else out[..., :width].contiguous()
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @cache

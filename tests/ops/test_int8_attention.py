@@ -192,9 +192,12 @@ def test_more_keys_than_a_sum_holds_are_refused() -> None:
 
 
 SIZES = [(1, 1), (7, 33), (65, 200), (1, 200), (65, 33), (300, 300)]
+LONG = [(129, 1300), (1300, 129), (900, 1025), (577, 577)]  # more tiles than are in flight at once
 CASES = [
     *(Case(rows=m, keys=t) for m, t in SIZES),
     *(Case(rows=m, keys=t, causal=True, width=128, heads=4) for m, t in SIZES),
+    *(Case(rows=m, keys=t, width=d, heads=4, causal=True) for d in (64, 128) for m, t in LONG),
+    *(Case(batch=2, heads=12, kv_heads=3, rows=700, keys=700, width=d, dtype=BFLOAT) for d in (64, 128)),
     *(Case(batch=2, heads=6, kv_heads=2, rows=70, keys=70, width=d, causal=True) for d in (32, 80, 96, 128, 160, 256)),
     *(Case(batch=2, rows=40, keys=90, mask=mask) for mask in ("bool", "of keys", "per head", "fp16", "bf16", "fp32")),
     *(Case(rows=70, keys=70, width=d, mask="bool") for d in (96, 128, 256)),
