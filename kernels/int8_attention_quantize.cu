@@ -1,8 +1,9 @@
-// int8AttentionQuantize: keys and values to INT8 codes, in the tiles of int8_attention.cuh that int8Attention reads, or in
-// those of int8_attention_wgmma.cu.
+// int8AttentionQuantize: keys and values to INT8 codes, in the tiles of int8_attention.cuh that int8Attention reads, or
+// in those of int8_attention_wgmma.cu.
 //
-// Grid (tiles of 64 keys, heads of K and V, batch); swizzled, an even number of tiles. Keys behind the last and dims behind the width are 0. K goes from
-// registers to its place; V is turned through shared memory, whose pitch gives the 32 lanes 32 banks.
+// Grid (tiles of 64 keys, heads of K and V, batch); swizzled, an even number of tiles. Keys behind the last and dims
+// behind the width are 0. K goes from registers to its place; V is turned through shared memory, whose pitch gives the
+// 32 lanes 32 banks.
 #include "int8_attention.cuh"
 
 constexpr int kThreads = 256;
@@ -50,8 +51,8 @@ __device__ __forceinline__ void turnValues(uint8* to, const uint8* staged) {
     }
 }
 
-// V of 64 staged keys as half the bytes of each line for warpgroup products. A thread turns four neighbouring dims of 16
-// keys, which stand kGap bytes further than the 16 before so that eight words of four such groups lie in 32 banks.
+// V of 64 staged keys as half the bytes of each line for warpgroup products. A thread turns four neighbouring dims of
+// 16 keys, which stand kGap bytes further than the 16 before: eight words of four such groups lie in 32 banks.
 template <int kDim, int kPitch, int kGap>
 __device__ __forceinline__ void turnValuesSwizzled(uint8* to, const uint8* staged, int half) {
     constexpr uint32 kLow01 = 0x5140, kHigh01 = 0x7362, kLowHalves = 0x5410, kHighHalves = 0x7632;

@@ -6,13 +6,13 @@
 //   grid: persistent; heads in groups whose K and V stay in L2, within a group the rows that see most keys first
 //
 // Pass 1 copies K, pass 2 K and V in turn. Scores of 64 keys are one group of products. While it runs, the warpgroup
-// works on the 64 keys before: on their largest score in pass 1, on their codes of P in pass 2, which as they lie in its
-// registers are the first operand of P V. So products, exponentials and copies overlap within each warpgroup.
+// works on the 64 keys before: on their largest score in pass 1, in pass 2 on their codes of P, which as they lie in
+// its registers are the first operand of P V. So products, exponentials and copies overlap within each warpgroup.
 //
 // Tiles of K and V (int8_attention_quantize.cu): lines of 128 bytes, whose 16-byte chunks are XORed with line % 8.
 //   K   64 dims: line r holds keys r and r + 64. 128 dims: 64 lines of keys 0 .., then 64 lines of keys 64 ...
-//   V   line n holds dim columnDim(n) of 128 keys; among 16 keys, bits e t t c of the byte stand for key c t t e: a lane
-//       holds the scores of keys 8 c + 2 t + e, and its registers of P are bytes 4 t .. of an operand.
+//   V   line n holds one dim (columnDim of n / 8, n % 8) of 128 keys; byte 4 t + 2 c + e of 16 is key 8 c + 2 t + e: a
+//       lane holds the scores of these four keys, and its register of P is bytes 4 t .. of the other operand.
 #include "int8_attention_rows.cuh"
 #include "wgmma.cuh"
 
@@ -54,8 +54,8 @@ __device__ __forceinline__ void takeResults(int (&d)[kCount]) {
     for (int i = 0; i < kCount; i++) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// Everything that `value` depends on is done before what follows: a wait, which ptxas would put before it, and so end the
-// overlap. The store never happens: no score and no sum of codes is that large.
+// Everything that `value` depends on is done before what follows: a wait, which ptxas would put before it, and so end
+// the overlap. The store never happens: no score and no sum of codes is that large.
 __device__ __forceinline__ void finish(int value) {
     asm volatile("{.reg .pred p;\nsetp.eq.s32 p, %0, 0x7fffffff;\n@p st.volatile.shared.u32 [%0], %0;\n}" ::"r"(value)
                  : "memory");

@@ -17,7 +17,7 @@ BOOL_MASK = 3  # element type of a mask, behind those of quantkit.cuda.launch
 MOST_KEYS = 2**31 // 127**2  # the largest codes of so many still sum within int32
 _WIDE = 128  # wider heads have half the rows per warp, and two stages
 _SHARED_ALIGNMENT = 1024
-_GROUP_BYTES = 2**24  # of K and V that blocks work on at a time; a third of the L2 of an H100
+_GROUP_BYTES = 20 * 2**20  # of K and V that blocks work on at a time; the L2 of an H100 has 50 MiB
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,6 @@ def test_every_form_that_is_taken_is_compiled_and_fits(capability: tuple[int, in
 
 
 def test_groups_of_heads_are_whole_and_never_empty() -> None:
-    assert group_heads(128, 2048, 1) == 32
-    assert group_heads(128, 2048, 4) == 128
+    assert group_heads(128, 2048, 1) == 40
+    assert group_heads(128, 2048, 4) == 160
     assert group_heads(128, 10**6, 4) == 4
