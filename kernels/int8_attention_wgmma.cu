@@ -3,7 +3,7 @@
 //
 //   block = 1 producer warpgroup + 2 consumer warpgroups, each 64 rows of Q, whose codes stay in registers
 //   stage = 128 keys of K or of V, as the products read them; kStages of them in flight, one bulk copy each
-//   grid: persistent; heads in groups whose K and V stay in L2, within a group the rows that see most keys first
+//   grid: persistent; of all heads the rows that see most keys first
 //
 // Pass 1 copies K, pass 2 K and V in turn. Scores of 64 keys are one group of products. While it runs, the warpgroup
 // works on the 64 keys before: on their largest score in pass 1, in pass 2 on their codes of P, which as they lie in
@@ -54,15 +54,8 @@ __device__ __forceinline__ void takeResults(int (&d)[kCount]) {
     for (int i = 0; i < kCount; i++) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// Everything that `value` depends on is done before what follows: a wait, which ptxas would put before it, and so end
-// the overlap. The store never happens: no score and no sum of codes is that large.
-__device__ __forceinline__ void finish(int value) {
-    asm volatile("{.reg .pred p;\nsetp.eq.s32 p, %0, 0x7fffffff;\n@p st.volatile.shared.u32 [%0], %0;\n}" ::"r"(value)
-                 : "memory");
-}
-
 struct Problem {
-    int heads, items, blocks, groupHeads, M, T, causal;  // items: row blocks of all heads of the batch
+    int heads, items, blocks, M, T, causal;  // items: row blocks of all heads of the batch
 };
 
 // One block's rows of one head; tiles: of keys that they see.
@@ -71,10 +64,8 @@ struct Item {
 };
 
 __device__ __forceinline__ Item itemAt(int index, const Problem& p) {
-    const int allHeads = p.items / p.blocks, inGroup = p.groupHeads * p.blocks;
-    const int first = index / inGroup * p.groupHeads, within = index % inGroup;
-    const int height = min(p.groupHeads, allHeads - first), head = first + within % height;
-    const int row = (p.blocks - 1 - within / height) * kBlockRows, last = min(row + kBlockRows, p.M) - 1;
+    const int allHeads = p.items / p.blocks, head = index % allHeads;
+    const int row = (p.blocks - 1 - index / allHeads) * kBlockRows, last = min(row + kBlockRows, p.M) - 1;
     const int keys = p.causal ? min(p.T, max(last + p.T - p.M + 1, 0)) : p.T;
     return {head % p.heads, head / p.heads, row, (keys + kStageKeys - 1) / kStageKeys};
 }
@@ -172,7 +163,6 @@ __device__ __forceinline__ void takeCodes(uint4 (&p)[kHalfSteps], int (&total)[1
         }
         p[j] = make_uint4(word[0], word[1], word[2], word[3]);
     }
-    finish(total[0][0] + total[0][1]);
 }
 
 // Start adding P V of 64 keys. values: where these keys of V stand.
@@ -193,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                        void* __restrict__ out,           // [batch, M, heads, valueDims], a multiple of 8
                        float queryStep, float valueStep, float exponentStep,  //
                        int queryBatch, int queryHead, int queryRow, int dims,  // strides in elements
-                       int M, int T, int heads, int items, int group, int groupHeads,  //
+                       int M, int T, int heads, int items, int group,  //
                        int valueDims, int causal, int dtype) {
     static_assert(kDim == 64 || kDim == 128, "lines of 128 bytes hold one key or two");
     // Two consumers start with 65536 / 384 registers a thread; the producer hands most of its own over.
@@ -206,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32 base = (sharedAddress(dynamicShared) + kSharedAlignment - 1) & ~uint32(kSharedAlignment - 1);
     const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
     const int blocks = (M + kBlockRows - 1) / kBlockRows;
-    const Problem problem{heads, items, blocks, groupHeads, M, T, causal};
+    const Problem problem{heads, items, blocks, M, T, causal};
     if (threadIdx.x == 0) {
         for (int s = 0; s < kStages; s++) {
             barrierInit(&full[s], 1);
@@ -273,7 +263,6 @@ __global__ void __launch_bounds__(kThreads, 1)
             hide(s, sight, key, inStep, kLeast);
 #pragma unroll
             for (int i = 0; i < kScores; i++) most[i % 4 / 2] = max(most[i % 4 / 2], s[i]);
-            finish(max(most[0], most[1]));
         };
         const auto findLargest = [&](int tile, auto more) {  // s0 is there
             startScores<kDim, false>(s1, q, base + current * kStageBytes + kSecondKeys);

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from quantkit.bench.causal import plain_causal
 from quantkit.bench.decode import shaped_model, weight_bytes
 from quantkit.bench.generation import captured_step, start
 from quantkit.bench.kernels import TOLERANCE, relative_error
@@ -110,9 +111,11 @@ def context_seconds(model: Any, device: torch.device) -> float:
     """Median time of a forward of CONTEXT tokens."""
     ids = torch.randint(10, model.config.vocab_size, (1, CONTEXT), device=device)
 
+    everything = torch.ones_like(ids)
+
     def forward() -> Tensor:
-        with torch.no_grad():
-            logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        with torch.no_grad(), plain_causal(model):
+            logits: Tensor = model(input_ids=ids, attention_mask=everything, use_cache=False, logits_to_keep=1).logits
             return logits
 
     graph = capture([forward], device)

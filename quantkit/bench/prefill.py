@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.bench.attention import check_int8_attention, head_shape, install_int8_attention
+from quantkit.bench.causal import plain_causal
 from quantkit.bench.decode import shaped_model
 from quantkit.bench.flatten_layers import (
     INT8_ATTENTION,
@@ -245,8 +246,11 @@ def _measure(
     (batch, length), (weight, share), device = size, known, bench.device
     ids = torch.randint(_FIRST_ID, model.config.vocab_size, (batch, length), device=device)
 
+    everything = torch.ones_like(ids)  # without it some models look for sequences packed into one
+
     def run() -> Tensor:
-        logits: Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+        with plain_causal(model):
+            logits: Tensor = model(input_ids=ids, attention_mask=everything, use_cache=False, logits_to_keep=1).logits
         return logits
 
     if device.type == "cuda":

@@ -17,7 +17,6 @@ BOOL_MASK = 3  # element type of a mask, behind those of quantkit.cuda.launch
 MOST_KEYS = 2**31 // 127**2  # the largest codes of so many still sum within int32
 _WIDE = 128  # wider heads have half the rows per warp, and two stages
 _SHARED_ALIGNMENT = 1024
-_GROUP_BYTES = 20 * 2**20  # of K and V that blocks work on at a time; the L2 of an H100 has 50 MiB
 
 
 @dataclass(frozen=True)
@@ -69,14 +68,6 @@ def attention_form(capability: tuple[int, int], head_dim: int, masked: bool) -> 
     """The kernel for heads of one of HEAD_DIMS: warpgroup products where the GPU and the kernel have them."""
     native = support(INT8_WGMMA, *capability) is Support.NATIVE
     return WARPGROUP if native and not masked and head_dim in WARPGROUP.head_dims else WARP
-
-
-def group_heads(head_dim: int, keys: int, sharing: int) -> int:
-    """Heads of Q that blocks on warpgroup products work on at a time, so that their K and V stay in L2.
-
-    sharing: heads of Q that share one of K and V.
-    """
-    return sharing * max(1, _GROUP_BYTES // (2 * keys * head_dim))
 
 
 def attention_units(major: int, minor: int) -> Iterator[CompileUnit]:

@@ -28,7 +28,6 @@ from quantkit.cuda.attention_units import (
     QUANTIZE_THREADS,
     AttentionForm,
     attention_form,
-    group_heads,
 )
 from quantkit.cuda.launch import DTYPE_CODES, launch
 from quantkit.errors import KernelError
@@ -169,7 +168,6 @@ class _Problem:
 def _launch_warpgroups(form: AttentionForm, head_dim: int, it: _Problem) -> None:
     batch, heads, rows, _ = it.query.shape
     items = -(-rows // form.block_rows(head_dim)) * heads * batch
-    group = heads // it.kv_heads
     launch(
         form.unit(head_dim),
         it.query.device,
@@ -177,7 +175,7 @@ def _launch_warpgroups(form: AttentionForm, head_dim: int, it: _Problem) -> None
         block=(form.threads,),
         args=(
             *(it.query, it.tiles, it.out, *it.steps[:2], it.exponent_step),
-            *(*_extent(it.query), rows, it.keys, heads, items, group, group_heads(head_dim, it.keys, group)),
+            *(*_extent(it.query), rows, it.keys, heads, items, heads // it.kv_heads),
             *(it.out.shape[-1], int(it.causal), DTYPE_CODES[it.query.dtype]),
         ),
         shared_mem=form.shared_bytes(head_dim),

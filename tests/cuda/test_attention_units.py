@@ -7,7 +7,6 @@ from quantkit.cuda.attention_units import (
     AttentionForm,
     attention_form,
     attention_units,
-    group_heads,
 )
 
 BLOCK_BYTES = {(8, 0): 166_912, (8, 6): 101_376, (9, 0): 232_448}
@@ -41,9 +40,3 @@ def test_every_form_that_is_taken_is_compiled_and_fits(capability: tuple[int, in
             form = attention_form(capability, head_dim, masked)
             assert {form.unit(head_dim), form.quantize_unit(head_dim)} <= compiled
             assert form.shared_bytes(head_dim) + STATIC_BYTES <= BLOCK_BYTES[capability]
-
-
-def test_groups_of_heads_are_whole_and_never_empty() -> None:
-    assert group_heads(128, 2048, 1) == 40
-    assert group_heads(128, 2048, 4) == 160
-    assert group_heads(128, 10**6, 4) == 4
