@@ -17,7 +17,12 @@ from quantkit.formats.bipolar import BipolarSpec
 from quantkit.formats.table import FORMATS, format_name
 
 ROW = "row"
-_LARGEST_SCALE = 0.02
+_LARGEST_SCALE, _LARGEST_CODE = 0.02, 255
+_SCALES = (0.0, _LARGEST_SCALE)
+_FLOAT_RANGES = {  # tensor name -> of its random content, where it is no scale
+    "offset": (-_LARGEST_SCALE / 2, _LARGEST_SCALE / 2),
+    "scale_factors": (0.0, _LARGEST_SCALE / _LARGEST_CODE),
+}
 
 
 @dataclass(frozen=True)
@@ -77,13 +82,16 @@ def method_spec(name: str) -> Any:
 
 
 def random_tensors(spec: Any, shape: Shape, device: torch.device) -> dict[str, Tensor]:
-    """Stored tensors of the spec's format with random content: any bits, scales in (0, 0.02]."""
+    """Stored tensors of the spec's format with random content: any bits, scales in (0, 0.02], offsets within 0.01.
+
+    Weights have no mean then, so that whole models of them stay within fp16.
+    """
     wanted = FORMATS[format_name(spec)].tensors(spec, shape)
-    return {name: _random(tensor, device) for name, tensor in wanted.items()}
+    return {name: _random(tensor, device, *_FLOAT_RANGES.get(name, _SCALES)) for name, tensor in wanted.items()}
 
 
-def _random(tensor: TensorSpec, device: torch.device) -> Tensor:
+def _random(tensor: TensorSpec, device: torch.device, least: float, most: float) -> Tensor:
     if tensor.dtype.is_floating_point:
-        return ((1 - torch.rand(tensor.shape, device=device)) * _LARGEST_SCALE).to(tensor.dtype)
+        return (most - (most - least) * torch.rand(tensor.shape, device=device)).to(tensor.dtype)
     limits = torch.iinfo(tensor.dtype)
     return torch.randint(limits.min, limits.max + 1, tensor.shape, dtype=tensor.dtype, device=device)

@@ -88,6 +88,13 @@ def test_gpu_bench_names_the_kernel_and_stays_below_the_peak() -> None:
     assert result.peak_percent is None or 0 < result.peak_percent <= 100
 
 
+@pytest.mark.parametrize("method", ["bcq-w4-g64", "bcq-w3-g64-s8", "nuqmm-q4-g64"])
+def test_random_weights_have_no_mean_that_would_grow_from_block_to_block(method: str) -> None:
+    weight = random_linear(method_spec(method), LinearShape("s", 128, 256), CPU, torch.float32).dequantize()
+    assert 0.01 < weight.std() < 0.03
+    assert weight.mean().abs() < 0.1 * weight.std()  # 32768 weights, 512 offsets: 0.02 is usual
+
+
 def test_random_linear_has_the_requested_shape() -> None:
     module = random_linear(BcqSpec(2, 32, offset=True), LinearShape("s", 20, 50), CPU, torch.float32)
     assert module(torch.ones(1, 50)).shape == (1, 20)
