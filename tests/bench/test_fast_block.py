@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ BETWEEN = ("add", "mul", "relu", "silu", "gelu", "copy_", "clone", "native_layer
 
 
 def model_of(config: PretrainedConfig) -> Any:
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32).eval()  # it keeps the type it gets
 
 
 def advance(session: Session, token: Tensor) -> None:

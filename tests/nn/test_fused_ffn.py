@@ -45,7 +45,7 @@ LOGIT_RTOL = 1e-2  # of the norm: a code in ten thousand may be off by one behin
 def _model(name: str, device: torch.device, bits: int = 8, dtype: torch.dtype = torch.bfloat16) -> Any:
     """A tiny model whose block Linears are prepared flatten layers of random codes, with a fused pair per block."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MODELS[name], dtype=dtype).eval().to(device)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]), dtype=dtype).eval().to(device)
     for path, linear in block_linears(model).items():
         rows, columns = linear_shape(linear)
         spec = FlattenSpec(bits, bits, (columns + columns // 4) // 32 * 32 + 32, smooth=path.endswith("2"))
