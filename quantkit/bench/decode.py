@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 from quantkit.bench.generation import captured_step, next_logits, start, step
 from quantkit.bench.kernels import TOLERANCE, compute_dtype, random_linear, relative_error
+from quantkit.bench.memory import check_fits, fits, model_bytes
 from quantkit.bench.methods import method_spec
-from quantkit.bench.shapes import MODELS, LinearShape, ModelShape, model_shape
+from quantkit.bench.shapes import MODELS, LinearShape, ModelShape, model_shape, shape_config
 from quantkit.bench.timing import check_peak, check_result, peak_bandwidth
 from quantkit.errors import BenchError
+from quantkit.formats.table import stored_bytes
 from quantkit.models.families import decoder_blocks
 from quantkit.nn.quantized_linear import QuantizedLinear
 
 _CHECKED_STEPS = 4
 _FAST_TOLERANCE = 2e-2  # of the logits after dozens of blocks in fp16, rounded in other places
-_ROOM = 1.15  # a model needs its weights, the cache and some workspace
-_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,10 @@ def run_decode(bench: DecodeBench) -> Iterator[DecodeResult]:
     if bench.method is None:
         raise BenchError(f"--method is needed with the shape {bench.model}; for example bcq-w4-g128")
     spec = method_spec(bench.method)
-    if _fits(shape, bench.device):
+    dtype = compute_dtype(bench.device)
+    packed = model_bytes(shape, dtype, lambda _index, rows, columns: stored_bytes(spec, (rows, columns)))
+    check_fits(f"{bench.model}, {bench.method}", packed, bench.device)
+    if fits(model_bytes(shape, dtype), bench.device):
         model = shaped_model(shape, bench.device)
         yield _time(bench, "float", model)
         del model
@@ -97,45 +100,6 @@ def _release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def parameter_count(shape: ModelShape) -> int:
-    """Weights of the decoder blocks, the embedding and the output layer."""
-    kv = shape.kv_heads * shape.head_dim
-    attention = 2 * shape.hidden * shape.hidden + 2 * shape.hidden * kv
-    ffn = (3 if shape.family == "llama" else 2) * shape.hidden * shape.ffn
-    return shape.layers * (attention + ffn) + shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
-
-
-def _fits(shape: ModelShape, device: torch.device) -> bool:
-    if device.type != "cuda":
-        return True
-    free, _ = torch.cuda.mem_get_info(device)
-    return parameter_count(shape) * compute_dtype(device).itemsize * _ROOM < free
-
-
-def _config(shape: ModelShape) -> Any:
-    from transformers import BloomConfig, LlamaConfig, OPTConfig
-
-    if shape.family == "bloom":  # four times as wide between, no limit of positions
-        return BloomConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            n_layer=1,
-            n_head=shape.heads,
-            tie_word_embeddings=shape.tied,
-        )
-    common: dict[str, Any] = {
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.heads,
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": _POSITIONS,
-        "tie_word_embeddings": shape.tied,
-    }
-    if shape.family == "opt":
-        return OPTConfig(ffn_dim=shape.ffn, word_embed_proj_dim=shape.hidden, **common)
-    return LlamaConfig(intermediate_size=shape.ffn, num_key_value_heads=shape.kv_heads, **common)
-
-
 def shaped_model(shape: ModelShape, device: torch.device, spec: Any = None) -> Any:
     """A model of the shape with random weights; ``spec`` packs the Linears of its blocks.
 
@@ -143,7 +107,7 @@ def shaped_model(shape: ModelShape, device: torch.device, spec: Any = None) -> A
     """
     from transformers import AutoModelForCausalLM
 
-    config = _config(shape)
+    config = shape_config(shape)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=compute_dtype(device)).eval()
     ((_, block),) = decoder_blocks(model)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from quantkit.bench.energy import Energy, energy_per_call
+from quantkit.bench.memory import check_fits
 from quantkit.bench.methods import method_spec, random_tensors
 from quantkit.bench.shapes import LinearShape
 from quantkit.bench.timing import Timing, check_peak, check_result, measure, peak_bandwidth, rotation_length
@@ -22,6 +23,7 @@ from quantkit.nn.quantized_linear import QuantizedLinear
 
 TOLERANCE = {torch.float16: 3e-3, torch.float32: 1e-5}  # relative error in norm: the type's rounding, with slack
 _CHECKED_TOKENS = 8
+_REFERENCE_BYTES = 4 + 8  # of a weight, in fp32 and fp64, while a result is compared
 _FLOAT_ACT_BITS = 16
 
 
@@ -81,9 +83,17 @@ def run_linear(bench: LinearBench) -> Iterable[LinearResult]:
     if any(count < 1 for count in bench.tokens):
         raise BenchError("--rows: row counts must be positive")
     for shape in bench.shapes:
+        _check_memory(bench, shape)
+    for shape in bench.shapes:
         baselines = {tokens: _baseline(bench, shape, tokens) for tokens in bench.tokens}
         for name, spec in specs.items():
             yield from _time_method(bench, shape, name, spec, baselines)
+
+
+def _check_memory(bench: LinearBench, shape: LinearShape) -> None:
+    weights, width = shape.rows * shape.columns, compute_dtype(bench.device).itemsize
+    rotation = rotation_length(weights * width, bench.device) * width
+    check_fits(shape.name, weights * max(rotation, _REFERENCE_BYTES), bench.device)
 
 
 def _baseline(bench: LinearBench, shape: LinearShape, tokens: int) -> tuple[Timing, Energy | None]:

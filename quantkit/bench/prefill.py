@@ -30,10 +30,12 @@ from quantkit.bench.flatten_layers import (
     random_flatten_linear,
 )
 from quantkit.bench.kernels import TOLERANCE, compute_dtype, relative_error
+from quantkit.bench.memory import LinearBytes, check_fits, model_bytes
 from quantkit.bench.shapes import ModelShape, model_shape
 from quantkit.bench.timing import check_result
 from quantkit.errors import BenchError
 from quantkit.formats.flatten import FlattenSpec
+from quantkit.formats.table import stored_bytes
 from quantkit.models.families import decoder_blocks
 from quantkit.nn.fused_ffn import fuse_chains, fused_pairs
 from quantkit.nn.quantized_linear import QuantizedLinear
@@ -49,6 +51,7 @@ COMPUTE_PEAKS = {  # dense operations/s of fp16 and of INT8, datasheets
 _SECONDS, _LEAST, _MOST = 0.5, 2, 50  # of timed passes
 _CHECKED_TOKENS = (8, 2048)  # on a CPU; on a GPU, whose kernels have tiles of their own for many rows
 _FIRST_ID = 10
+_HIDDEN_TENSORS, _FFN_TENSORS = 8, 4  # alive at once, at most, of so many columns
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ def run_prefill(bench: PrefillBench) -> Iterator[PrefillResult]:
             raise BenchError(f"--method {method}: unknown; choose {', '.join(METHODS)}")
     if not bench.methods:
         raise BenchError(f"--method is needed with the shape {bench.model}; for example flatten-o1,fp16")
+    if bench.device.type == "cpu":  # where running out of memory ends the process
+        _check_memory(bench, shape)
     for method in bench.methods:
         try:
             model = prefill_model(bench.model, shape, method, bench.device)
@@ -123,6 +128,21 @@ def run_prefill(bench: PrefillBench) -> Iterator[PrefillResult]:
         yield from _run_model(bench, method, model)
         del model
         _release(bench.device)
+
+
+def _check_memory(bench: PrefillBench, shape: ModelShape) -> None:
+    dtype = compute_dtype(bench.device)
+    tokens = max(bench.batches) * max(bench.lengths)
+    activations = tokens * (_HIDDEN_TENSORS * shape.hidden + _FFN_TENSORS * shape.ffn) * dtype.itemsize
+
+    def linear_bytes(method: str) -> LinearBytes | None:
+        if method == FP16:
+            return None
+        return lambda index, *size: stored_bytes(flatten_spec(bench.model, method, index, size[1]), size)
+
+    for method in bench.methods:
+        weights = model_bytes(shape, dtype, linear_bytes(method))
+        check_fits(f"{bench.model}, {method}, {tokens} tokens", weights + activations, bench.device)
 
 
 def _load_folder(bench: PrefillBench) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from quantkit.errors import BenchError
 from quantkit.recipe import nearest
 
 _SQUARE = re.compile(r"(\d+)x(\d+)")
+_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
@@ -132,3 +134,28 @@ def model_shape(name: str) -> ModelShape:
     if name not in MODELS:
         raise BenchError(f"model shape {name!r}: unknown; {nearest(name, MODELS)}")
     return MODELS[name]
+
+
+def shape_config(shape: ModelShape) -> Any:
+    """transformers' config of a model of the shape with one layer."""
+    from transformers import BloomConfig, LlamaConfig, OPTConfig
+
+    if shape.family == "bloom":  # four times as wide between, no limit of positions
+        return BloomConfig(
+            vocab_size=shape.vocabulary,
+            hidden_size=shape.hidden,
+            n_layer=1,
+            n_head=shape.heads,
+            tie_word_embeddings=shape.tied,
+        )
+    common: dict[str, Any] = {
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": _POSITIONS,
+        "tie_word_embeddings": shape.tied,
+    }
+    if shape.family == "opt":
+        return OPTConfig(ffn_dim=shape.ffn, word_embed_proj_dim=shape.hidden, **common)
+    return LlamaConfig(intermediate_size=shape.ffn, num_key_value_heads=shape.kv_heads, **common)

@@ -1,6 +1,7 @@
 import pytest
+import torch
 
-from quantkit.bench.decode import parameter_count
+from quantkit.bench.memory import model_bytes
 from quantkit.bench.shapes import MODELS, LinearShape, model_linears, parse_shapes
 from quantkit.errors import BenchError
 
@@ -10,7 +11,7 @@ BILLIONS |= {"bloom-7b": 7.07, "llama-3-8b": 8.0, "smollm2-135m": 0.135}
 
 @pytest.mark.parametrize("name", MODELS)
 def test_named_models_have_their_size(name: str) -> None:
-    assert parameter_count(MODELS[name]) / 1e9 == pytest.approx(BILLIONS[name], rel=0.03)
+    assert model_bytes(MODELS[name], torch.float16) / 2e9 == pytest.approx(BILLIONS[name], rel=0.03)
 
 
 def test_shapes_mix_names_and_numbers() -> None:
