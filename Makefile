@@ -29,6 +29,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy scripts
 
 clean:
 	rm -rf $(VENV) build dist

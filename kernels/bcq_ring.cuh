@@ -97,7 +97,7 @@ struct Weights {
 #pragma unroll
                 for (int i = 0; i < S::kBits; ++i) {
                     const int vector = step * S::kSignVectors + i * kWarpSize;
-                    copyAsync16(target + vector * kVectorBytes, source + vector);
+                    copyAsyncOnce16(target + vector * kVectorBytes, source + vector);
                 }
             }
         }
@@ -194,11 +194,16 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
 #pragma unroll 1
     for (int slot = 0; slot < kDepth - 1; ++slot) fetchSlot(firstSlot + slot * slotBytes);
     for (int i = threadIdx.x; i < rowTiles * kWarps * kTileSums; i += kThreads) sums[i] = 0.0f;
-    // What is read at the end would come from memory then. Before the wait, since writes meet in L2.
+    // What is read behind the wait and at the end would come from memory. Before the wait, since writes meet in L2.
     const int prefetched = firstRowTile * kTileRows + threadIdx.x * kLineElements;
     if (prefetched < min(p.rows, (firstRowTile + rowTiles) * kTileRows)) {
         if (p.bias) prefetchL2(p.bias + prefetched);
         if (p.residual) prefetchL2(p.residual + prefetched);
+    }
+    if constexpr (kTokens == 1) {  // more rows would wait for each other's lines longer than this gains
+        for (int i = threadIdx.x * kLineElements; i < p.columns; i += kThreads * kLineElements) {
+            prefetchL2(p.x + size_t(firstToken) * p.columns + i);
+        }
     }
     allowNextKernel();
     waitForPriorKernels();  // from here on x may be read and y written

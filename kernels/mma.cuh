@@ -147,7 +147,15 @@ __device__ __forceinline__ void copyAsync16(uint32 shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// The same, or 16 zero bytes.
+// The same of bytes that nothing reads again: they leave L2 before others do.
+__device__ __forceinline__ void copyAsyncOnce16(uint32 shared, const void* global) {
+    uint64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy)
+                 : "memory");
+}
+
+// As copyAsync16, or 16 zero bytes.
 __device__ __forceinline__ void copyAsync16Or0(uint32 shared, const void* global, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(present ? 16 : 0)
                  : "memory");

@@ -30,10 +30,10 @@ from quantkit.bench.generation import captured_step, start
 from quantkit.bench.kernels import TOLERANCE, relative_error
 from quantkit.bench.methods import method_spec
 from quantkit.bench.report import environment
+from quantkit.bench.script import needed_gpu, run_script
 from quantkit.bench.shapes import MODELS
 from quantkit.bench.timing import capture, check_peak, check_result, peak_bandwidth
 from quantkit.cli.common import check_json_path, write_json
-from quantkit.errors import BenchError, QuantkitError
 from quantkit.models.families import block_linears, decoder_blocks
 from quantkit.nn.quantized_linear import QuantizedLinear
 
@@ -149,9 +149,7 @@ def measure_model(shape_name: str, method: str, device: torch.device) -> dict[st
 
 def run(shapes: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every method on every shape, fp16 first. Raises BenchError without a GPU."""
-    if not torch.cuda.is_available():
-        raise BenchError("the speed of 7B models is measured on a GPU; torch finds none")
-    device = torch.device("cuda")
+    device = needed_gpu()
     methods = [FP16, *METHODS, *([NF4] if importlib.util.find_spec("bitsandbytes") else [])]
     for shape_name in shapes:
         for method in methods:
@@ -181,26 +179,21 @@ def render(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Measure or render; returns the exit status."""
+def main() -> None:
+    """Measure or render."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="measure, and write the numbers here")
     parser.add_argument("--render", type=Path, help="print the table of a finished run")
     parser.add_argument("--models", default=",".join(SHAPES), help="which shapes, separated by commas")
     options = parser.parse_args()
-    try:
-        check_json_path(options.json)
-        if options.render:
-            results = json.loads(options.render.read_text())["results"]
-        else:
-            results = list(run(options.models.split(",")))
-            write_json(options.json, {"environment": environment(torch.device("cuda")), "results": results})
-    except QuantkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    check_json_path(options.json)
+    if options.render:
+        results = json.loads(options.render.read_text())["results"]
+    else:
+        results = list(run(options.models.split(",")))
+        write_json(options.json, {"environment": environment(torch.device("cuda")), "results": results})
     print(render(results))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +24,11 @@ from torch import Tensor
 
 from quantkit.bench.bursts import measure_bursts
 from quantkit.bench.report import environment
+from quantkit.bench.script import needed_gpu, run_script
 from quantkit.bench.timing import measure, peak_bandwidth, rotation_length
 from quantkit.cli.common import check_json_path, write_json
-from quantkit.errors import BenchError, QuantkitError
+from quantkit.cuda.device import processor_count
+from quantkit.errors import BenchError
 from quantkit.ops.bipolar import bipolar_prepared_linear, bipolar_prepared_linear_reference
 from quantkit.ops.bipolar_kernels import (
     Activations,
@@ -37,7 +38,6 @@ from quantkit.ops.bipolar_kernels import (
     path_for,
     quantize_tiles,
     runs_on_gemv,
-    sm_count,
 )
 from quantkit.ops.bipolar_tiles import plane_row_sums, tile_weight
 
@@ -221,7 +221,7 @@ def _product(shape: Shape, weight_bits: int, act_bits: int, device: torch.device
     moved = operands[0].numel() + acts.tiles.numel() + 2 * rows * channels
     count = _sets(moved, device)
     planes = (1, 1) if as_bytes else (weight_bits, act_bits)
-    tile = best_tile(*planes, as_bytes, rows, channels, sm_count(device))
+    tile = best_tile(*planes, as_bytes, rows, channels, processor_count(device))
     limits = ((1 << act_bits) - 1, (1 << weight_bits) - 1)
     ys = torch.empty(count, rows, channels, dtype=torch.float16, device=device)
     xs = [_copies(part, count) for part in (acts.tiles, acts.sums, acts.steps)]
@@ -245,9 +245,9 @@ def _bursts(shape: Shape, device: torch.device) -> list[dict[str, Any]]:
 
 def run() -> dict[str, Any]:
     """Measure every shape; raises BenchError without a GPU of compute capability 9.0 or above 100 % of peak."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    device = needed_gpu()
+    if torch.cuda.get_device_capability(device) != (9, 0):
         raise BenchError("the tables need a GPU of compute capability 9.0 (H100, H200)")
-    device = torch.device("cuda")
     entries: list[dict[str, Any]] = []
     for shape in [*SQUARES, *LLAMA_2_7B, *LLAMA_ATTENTION, *DECODING]:
         entries += [_timed(case, device) for case in _baselines(shape, device)]
@@ -327,22 +327,17 @@ def report(entries: Sequence[dict[str, Any]], bursts: Sequence[dict[str, Any]] =
     )
 
 
-def main() -> int:
-    """Measure or render; returns the exit status."""
+def main() -> None:
+    """Measure or render."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="measure, and write the numbers here")
     parser.add_argument("--render", type=Path, help="print the tables of a finished run")
     options = parser.parse_args()
-    try:
-        check_json_path(options.json)
-        document = json.loads(options.render.read_text()) if options.render else run()
-    except QuantkitError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    check_json_path(options.json)
+    document = json.loads(options.render.read_text()) if options.render else run()
     write_json(options.json, document)
     print(report(document["entries"], document.get("bursts", ())))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

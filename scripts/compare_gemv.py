@@ -19,8 +19,10 @@ import torch
 
 from quantkit.bench.kernels import LinearBench, run_linear
 from quantkit.bench.report import environment, to_json
+from quantkit.bench.script import needed_gpu, run_script
 from quantkit.bench.shapes import parse_shapes
 from quantkit.bench.timing import measure, rotation_length
+from quantkit.cli.common import check_json_path
 from quantkit.ops.bcq_cuda import lut_gemv
 from quantkit.ops.bcq_tiles import BcqTiles
 
@@ -105,6 +107,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
+    check_json_path(options.json)
+    check_json_path(options.markdown, "--markdown")
+    needed_gpu()
     rows = [compare(int(size)) for size in options.sizes.split(",")]
     print(markdown(rows))
     if options.json:
@@ -114,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

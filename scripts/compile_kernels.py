@@ -11,6 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
+from quantkit.bench.script import needed_gpu, run_script
 from quantkit.cuda.instances import all_units
 from quantkit.cuda.units import CompileUnit, cached_cubin, target
 
@@ -20,7 +21,7 @@ def _compile(job: tuple[CompileUnit, str]) -> None:
 
 
 def main() -> None:
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = torch.cuda.get_device_capability(needed_gpu())
     wanted = tuple(sys.argv[1:])
     units = [unit for unit in all_units(major, minor) if unit.source.startswith(wanted or ("",))]
     jobs = [(unit, target(major, minor, unit.hopper)) for unit in units]
@@ -30,4 +31,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

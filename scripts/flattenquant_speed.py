@@ -27,9 +27,11 @@ from quantkit.bench.attention import HeadShape, check_int8_attention, code_steps
 from quantkit.bench.flatten_layers import LINEAR_METHODS, METHODS, exact_sums, flatten_spec
 from quantkit.bench.prefill import PrefillBench, check_linears, prefill_model, run_prefill
 from quantkit.bench.report import environment
+from quantkit.bench.script import chosen, needed_gpu, run_script
 from quantkit.bench.shapes import model_linears, model_shape
 from quantkit.bench.timing import Timing, measure, peak_bandwidth, rotation_length
-from quantkit.errors import BenchError, QuantkitError
+from quantkit.cli.common import check_json_path
+from quantkit.errors import BenchError
 from quantkit.formats.flatten import pack_nibbles
 from quantkit.formats.table import stored_bytes
 from quantkit.models.families import decoder_blocks
@@ -246,7 +248,7 @@ def memory(device: torch.device) -> Iterator[dict[str, Any]]:
                 yield {**entry, "length": result.length, "peak_bytes": peak, "device_bytes": total}
 
 
-def run(device: torch.device, parts: Sequence[str]) -> dict[str, Any]:
+def run(device: torch.device, only: str) -> dict[str, Any]:
     """The document of the chosen parts."""
     torch.manual_seed(0)
     document: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "environment": environment(device)}
@@ -261,7 +263,7 @@ def run(device: torch.device, parts: Sequence[str]) -> dict[str, Any]:
         ),
         "memory": lambda: memory(device),
     }
-    for part in parts:
+    for part in chosen("--only", only, makers):
         document[part] = []
         for row in makers[part]():
             print(part, *(value for value in row.values() if value is not None), file=sys.stderr, flush=True)
@@ -277,8 +279,9 @@ def main() -> None:
     parser.add_argument("--render", type=Path, help="a document measured before")
     parser.add_argument("--markdown", type=Path, help="replace the tables between the marks of this file")
     options = parser.parse_args()
+    check_json_path(options.json)
     if options.render is None:
-        document = run(torch.device("cuda"), options.only.split(","))
+        document = run(needed_gpu(), options.only)
         if options.json is not None:
             options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     else:
@@ -292,7 +295,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except QuantkitError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

@@ -20,10 +20,10 @@ import torch
 from quantkit.bench.decode import shaped_model
 from quantkit.bench.methods import method_spec
 from quantkit.bench.report import environment
+from quantkit.bench.script import needed_gpu, run_script
 from quantkit.bench.shapes import model_shape
 from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, config_to_json
 from quantkit.cli.common import check_json_path, write_json
-from quantkit.errors import BenchError, QuantkitError
 from quantkit.integrations.transformers import attach_config, load_checkpoint
 from quantkit.nn.quantized_linear import QuantizedLinear
 
@@ -86,9 +86,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     check_json_path(options.json)
-    if not torch.cuda.is_available():
-        raise BenchError("loading is timed on a GPU; torch finds none")
-    device = torch.device("cuda")
+    device = needed_gpu()
     result = measure(options.shape, options.method, device)
     command = " ".join(["python", *sys.argv])
     write_json(options.json, {"command": command, "environment": environment(device), "results": [result]})
@@ -96,7 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except QuantkitError as error:
-        sys.exit(f"error: {error}")
+    run_script(main)

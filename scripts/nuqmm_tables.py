@@ -18,7 +18,9 @@ import torch
 
 from quantkit.bench.kernels import LinearBench, LinearResult, run_linear
 from quantkit.bench.report import environment, to_json
+from quantkit.bench.script import chosen, needed_gpu, run_script
 from quantkit.bench.shapes import PAPER_SHAPES, LinearShape, parse_shapes
+from quantkit.cli.common import check_json_path
 from quantkit.formats.bcq import ROW_WISE, BcqSpec
 from quantkit.formats.table import stored_bytes
 
@@ -161,9 +163,13 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--only", default=",".join(PARTS))
     options = parser.parse_args()
+    check_json_path(options.json)
+    check_json_path(options.markdown, "--markdown")
+    parts = chosen("--only", options.only, PARTS)
+    needed_gpu()
     lines: list[str] = []
     results = {}
-    for name in options.only.split(","):
+    for name in parts:
         title, run = PARTS[name]
         text, measured = run()
         lines += [f"### {title}", "", *text, ""]
@@ -176,4 +182,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.ops.bcq_cuda import binary_gemv
+from quantkit.bench.script import needed_gpu, run_script
+from quantkit.ops.bcq_cuda import tensor_core_gemv
 from quantkit.ops.bcq_tiles import BcqTiles
 
 
 def main() -> None:
-    device = torch.device("cuda")
+    device = needed_gpu()
     for bits, size in ((1, 4096), (1, 16384), (4, 16384)):
         shape = (size // 16, size // 256, bits, 128)
         tiles = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=device)
         scales = torch.rand(size // 16, size // 128, 8, bits, 2, device=device).half()
         weight = BcqTiles(tiles, scales, None, size, size, 128)
-        binary_gemv(torch.randn(1, size, device=device).half(), weight, None)
+        tensor_core_gemv(torch.randn(1, size, device=device).half(), weight, None, int8=False)
     torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -1,4 +1,4 @@
-"""Times block layouts of bcq_binary_gemv, bcq_int8_gemv and their peers: what quantkit/cuda/bcq_units.py is tuned by.
+"""Times block layouts of bcq_binary_gemv, bcq_int8_gemv and their peers: what quantkit/cuda/bcq_plan.py is tuned by.
 
 python scripts/tune_bcq.py [--sizes 4096,12288,16384] [--bits 1,2,4] [--json FILE]
 """
@@ -8,32 +8,37 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit.bench.script import needed_gpu, run_script
 from quantkit.bench.timing import measure, rotation_length
+from quantkit.cli.common import check_json_path
 from quantkit.cuda.bcq_units import GemvTile
 from quantkit.errors import KernelError
-from quantkit.ops.bcq_cuda import binary_gemv, int8_gemv, lut_gemv
+from quantkit.ops.bcq_cuda import lut_gemv, tensor_core_gemv
 from quantkit.ops.bcq_tiles import BcqTiles
 
 Gemv = Callable[..., Tensor]
+binary_gemv: Gemv = partial(tensor_core_gemv, int8=False)
+int8_gemv: Gemv = partial(tensor_core_gemv, int8=True)
 Layout = tuple[int | None, ...]  # the fields of GemvTile
 LAYOUTS: dict[tuple[int, int], list[Layout]] = {  # by planes and rows
-    (1, 1): [(16, 4, 3, 1), (16, 4, 4, 1), (12, 4, 4, 1), (8, 4, 3, 2)],
-    (2, 1): [(16, 2, 3, 1), (16, 2, 4, 1), (16, 4, 2, 1), (8, 2, 4, 2)],
-    (3, 1): [(16, 1, 4, 1), (12, 1, 5, 1), (8, 1, 4, 2)],
-    (4, 1): [(16, 1, 3, 1), (16, 1, 4, 1), (12, 1, 4, 1), (8, 1, 4, 2)],
+    (1, 1): [(16, 4, 3, 1), (16, 4, 4, 1), (16, 4, 5, 1), (8, 4, 3, 2)],
+    (2, 1): [(16, 2, 3, 1), (16, 2, 4, 1), (16, 2, 5, 1), (8, 2, 4, 2)],
+    (3, 1): [(16, 1, 4, 1), (16, 1, 6, 1), (16, 1, 7, 1), (8, 1, 4, 2)],
+    (4, 1): [(16, 1, 3, 1), (16, 1, 4, 1), (16, 1, 5, 1), (8, 1, 4, 2)],
     (1, 2): [(12, 4, 3, 1), (16, 4, 2, 1)],
     (2, 2): [(12, 2, 3, 1), (16, 2, 2, 1)],
     (4, 2): [(12, 1, 3, 1), (16, 1, 3, 1)],
 }
 INT8_LAYOUTS: dict[tuple[int, int], list[Layout]] = {
     (1, 4): [(8, 4, 4, 1), (12, 2, 4, 1), (16, 4, 2, 1)],
-    (2, 4): [(8, 2, 4, 1), (12, 2, 3, 1), (16, 2, 2, 1), (16, 1, 4, 1), (12, 2, 3, 1, 2)],
+    (2, 4): [(8, 2, 4, 1), (12, 2, 3, 1), (12, 2, 2, 1), (16, 1, 4, 1), (12, 2, 3, 1, 2)],
     (4, 4): [(8, 1, 4, 1), (8, 2, 2, 1), (12, 1, 2, 1), (16, 1, 2, 1), (16, 1, 3, 1), (12, 1, 3, 1, 2)],
     (1, 8): [(8, 4, 3, 1), (12, 2, 3, 1)],
     (2, 8): [(8, 2, 3, 1), (12, 1, 4, 1), (12, 2, 2, 1), (16, 1, 3, 1), (12, 2, 3, 1, 2)],
@@ -115,6 +120,8 @@ def main() -> None:
     parser.add_argument("--bits", default="1,2,4")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    check_json_path(options.json)
+    needed_gpu()
     results: dict[str, dict[str, float]] = {}
     for bits in map(int, options.bits.split(",")):
         for size in map(int, options.sizes.split(",")):
@@ -131,4 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

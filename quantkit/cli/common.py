@@ -29,10 +29,10 @@ def fail(error: QuantkitError) -> typer.Exit:
     return typer.Exit(EXIT_USER_ERROR)
 
 
-def check_json_path(path: Path | None) -> None:
-    """Raise QuantkitError now if the JSON file could not be written when the work is done."""
+def check_json_path(path: Path | None, option: str = "--json") -> None:
+    """Raise QuantkitError now if the file could not be written when the work is done."""
     if path is not None and not path.absolute().parent.is_dir():
-        raise QuantkitError(f"--json {path}: the folder {path.absolute().parent} does not exist")
+        raise QuantkitError(f"{option} {path}: the folder {path.absolute().parent} does not exist")
 
 
 def write_json(path: Path | None, numbers: Any) -> None:

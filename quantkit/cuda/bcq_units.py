@@ -1,12 +1,11 @@
-"""Which instances of the bcq kernels exist, their tile sizes and their shared memory."""
+"""Which instances of the bcq kernels exist, and how their blocks are laid out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
-from math import ceil
+from dataclasses import dataclass, replace
 
+from quantkit.cuda.device import OVERLAP_CAPABILITY, shared_limit
 from quantkit.cuda.units import CompileUnit
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import SCALE_BITS
@@ -30,8 +29,8 @@ _RING_SHARE, _RING_SHARE_TOKENS = 0.69, 0.38  # of a block's shared memory; the 
 _LEAST_WARPS, _MOST_WARPS = 4, 16
 _TURNS = {1: 4, 2: 2}  # planes: tiles per turn; otherwise one
 _MOST_DEPTH, _MANY_DEPTH = 4, 3  # slots of a ring; of one beside the records of 8 tokens
+_DEEP_SHARE = 0.87  # of a block's shared memory, for a ring as deep as may be
 _CROWDED, _FEW_PLANES, _ROOMY_SEGMENT = 8, 4, 128  # where registers run short: tokens times planes, planes, segment
-_SUMS_SHARE = 0.2  # of a block's shared memory, for the warps' sums; more row tiles go to more blocks
 _FINE_WARPS = 12  # at most, for groups of 32 from 4 planes on: 16 warps of 128 registers would spill
 # Warps per block, by tokens: (planes up to, warps). As many as the registers of one multiprocessor carry.
 _WARPS = {
@@ -44,23 +43,9 @@ _INT8_WARPS = {
     4: ((8, 12),),
     8: ((4, 12), (8, 8)),
 }
+SOME_TOKENS = 4  # whose records leave little room for the ring
 _MANY_TOKENS, _FEWER_WARPS = 8, 8  # warps for so many tokens where more could not keep the sums of a block's row tiles
 _RESIDENT_WARPS = 8  # where two blocks share a multiprocessor
-_OVERLAP_CAPABILITY = (9, 0)  # from here on a launch may start before its predecessor ends, and blocks form clusters
-_SPLIT = 2  # blocks of a cluster that share row tiles; multiprocessors come in pairs
-_SPLIT_TILES = 96  # k tiles whose planes take longer by half than adding up through the cluster; for one token
-
-_SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10}
-_SHARED_BYTES_ELSEWHERE = 99 << 10
-_BLOCK_RESERVE = 1 << 10  # shared memory that the system keeps per block
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What the layout depends on: compute capability and number of multiprocessors."""
-
-    capability: tuple[int, int]
-    processors: int
 
 
 @dataclass(frozen=True)
@@ -130,24 +115,6 @@ class GemvTile:
     cluster: int | None = None
 
 
-@dataclass(frozen=True)
-class GemvPlan:
-    """One launch: the instance, blocks per group of tokens, passes over K, shared memory; cluster: see GemvTile."""
-
-    unit: CompileUnit
-    blocks: int
-    cluster: int
-    pass_tiles: int
-    shared_mem: int
-    warps: int
-
-
-def shared_limit(major: int, minor: int, resident: int = 1) -> int:
-    """Bytes of shared memory that one block may use where ``resident`` blocks share a multiprocessor."""
-    most = _SHARED_BYTES.get((major, minor), _SHARED_BYTES_ELSEWHERE)
-    return (most + _BLOCK_RESERVE) // resident - _BLOCK_RESERVE
-
-
 def segment_columns(group_size: int) -> int:
     """Columns per activation scale for a group size (whole row: its width padded to 32).
 
@@ -174,7 +141,7 @@ def gemv_case(weight_bits: int, segment: int, scale_bits: int, tokens: int, *, i
 def residencies(case: GemvCase, capability: tuple[int, int]) -> tuple[int, ...]:
     """Blocks per multiprocessor that there are layouts for: also two where launches overlap and registers allow it."""
     small = case.tokens == 1 and case.weight_bits <= _FEW_PLANES
-    return (1, 2) if small and capability >= _OVERLAP_CAPABILITY else (1,)
+    return (1, 2) if small and capability >= OVERLAP_CAPABILITY else (1,)
 
 
 def gemv_tile(
@@ -199,31 +166,22 @@ def gemv_tile(
     return GemvTile(warps, steps, depth, resident)
 
 
+def _deep_tile(case: GemvCase, tile: GemvTile, capability: tuple[int, int]) -> GemvTile:
+    """The layout with as many slots as fit: the memory goes on reading while records are made."""
+    slot = tile.warps * tile.steps * case.tile_bytes(case.weight_bits + 1)
+    return replace(tile, depth=max(tile.depth, int(shared_limit(*capability) * _DEEP_SHARE) // slot))
+
+
 def gemv_tiles(case: GemvCase, capability: tuple[int, int]) -> tuple[GemvTile, ...]:
-    """The layouts that there are for an instance, the one for most weights first."""
+    """The layouts that there are for an instance, the one that suits any weight first."""
     tiles = [gemv_tile(case, capability, resident) for resident in residencies(case, capability)]
     if case.tokens == _MANY_TOKENS:
         tiles.append(gemv_tile(case, capability, most_warps=_FEWER_WARPS))
+    if case.tokens == SOME_TOKENS:
+        tiles.append(replace(tiles[0], depth=2))
+    if case.tokens == 1 and not case.int8 and case.segment >= _ROOMY_SEGMENT and capability >= OVERLAP_CAPABILITY:
+        tiles.append(_deep_tile(case, tiles[0], capability))
     return tuple(dict.fromkeys(tiles))
-
-
-def _table_tile(case: GemvCase, entries: int, tile_counts: tuple[int, int], gpu: Gpu) -> GemvTile:
-    row_tiles, k_tiles = tile_counts
-    own_row_tiles = ceil(row_tiles / gpu.processors)
-    tiles = gemv_tiles(case, gpu.capability)
-    # Two blocks where the next launch's first slots are a good part of what it reads at all.
-    if own_row_tiles * k_tiles * case.tile_bytes(entries) <= shared_limit(*gpu.capability, 2):
-        return next((tile for tile in tiles if tile.resident > 1), tiles[0])
-    return next((tile for tile in tiles if own_row_tiles <= _most_row_tiles(case, tile, gpu)), tiles[0])
-
-
-def _sum_bytes(case: GemvCase, tile: GemvTile) -> int:
-    return TILE_ROWS * case.tokens * _FLOAT_BYTES * tile.warps  # of a row tile
-
-
-def _most_row_tiles(case: GemvCase, tile: GemvTile, gpu: Gpu) -> int:
-    """How many row tiles a block can keep the sums of."""
-    return max(1, int(shared_limit(*gpu.capability, tile.resident) * _SUMS_SHARE) // _sum_bytes(case, tile))
 
 
 def gemv_unit(case: GemvCase, tile: GemvTile) -> CompileUnit:
@@ -231,49 +189,6 @@ def gemv_unit(case: GemvCase, tile: GemvTile) -> CompileUnit:
     arguments = (case.weight_bits, case.segment, case.scale_bits, case.tokens)
     layout = (tile.warps, tile.steps, tile.depth, tile.resident)
     return CompileUnit(case.products.source, case.products.function, arguments + layout)
-
-
-def _leave_one(row_tiles: int, ranges: int) -> int:
-    """One range less where the longest keeps its row tiles.
-
-    A norm on a multiprocessor of its own neither waits for a block to end nor keeps one of the next launch waiting. Not
-    where a multiprocessor holds two blocks: it has room for a norm, and the spare one would get two of the next launch.
-    """
-    fewer = max(1, ranges - 1)
-    return fewer if ceil(row_tiles / fewer) == ceil(row_tiles / ranges) else ranges
-
-
-@cache
-def plan_gemv(
-    case: GemvCase, *, entries: int, tile_counts: tuple[int, int], gpu: Gpu, tile: GemvTile | None = None
-) -> GemvPlan:
-    """The instance, blocks, passes and shared memory of one launch.
-
-    entries: numbers per group and row. tile_counts: (row tiles, k tiles) of the weight. tile: not the table's layout.
-    Raises KernelError where not even one turn's record of x fits beside the rings.
-    """
-    row_tiles, k_tiles = tile_counts
-    tile = tile or _table_tile(case, entries, tile_counts, gpu)
-    cluster = tile.cluster
-    if cluster is None:
-        cluster = _SPLIT if k_tiles >= _SPLIT_TILES and case.tokens == tile.resident == 1 else 1
-    cluster = cluster if gpu.capability >= _OVERLAP_CAPABILITY else 1
-    k_tiles = ceil(k_tiles / cluster)
-    limit = shared_limit(*gpu.capability, tile.resident)
-    ring = tile.warps * tile.steps * tile.depth * case.tile_bytes(entries)
-    at_once = max(1, gpu.processors // cluster)
-    if case.tokens == tile.resident == 1 and gpu.capability >= _OVERLAP_CAPABILITY:
-        at_once = _leave_one(row_tiles, at_once)
-    # Whole rounds of blocks: as long as one, a last round of a few would leave the others idle.
-    rounds = ceil(ceil(row_tiles / at_once) / _most_row_tiles(case, tile, gpu))
-    ranges = min(row_tiles, rounds * at_once)
-    sums = _sum_bytes(case, tile) * ceil(row_tiles / ranges)
-    fitting = (limit - ring - sums) // case.record_bytes // tile.steps * tile.steps
-    if fitting < 1:
-        raise KernelError(f"{case.products.source}: a layout of {tile} does not fit into shared memory")
-    pass_tiles = ceil(ceil(k_tiles / ceil(k_tiles / fitting)) / tile.steps) * tile.steps
-    shared_mem = ring + sums + case.record_bytes * pass_tiles
-    return GemvPlan(gemv_unit(case, tile), ranges * cluster, cluster, pass_tiles, shared_mem, tile.warps)
 
 
 def lut_unit(weight_bits: int, fine: bool, scale_bits: int) -> CompileUnit:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quantkit.cuda.capability import BINARY_WGMMA, Support, support
+from quantkit.cuda.device import shared_limit
 from quantkit.cuda.units import CompileUnit
 from quantkit.formats.planes import MAX_BITS
 
@@ -17,7 +18,7 @@ BINARY_LIMIT = 8
 
 GEMV_GROUPS = (1, 2, 4)
 DTYPES = 3
-_SHARED_BYTES = 232_448  # per block on compute capability 9.0
+_SHARED_BYTES = shared_limit(9, 0)
 _SHARED_ALIGNMENT = 1024
 _LINE_STRUCT_BYTES = 16
 _LINE_SETS, _CORNER_BYTES = 2, 8
@@ -27,7 +28,7 @@ _SLAB_TOKENS, _SLAB_PADDING = 32, 16
 _STEPS = 4  # products per line: 256 bits or 32 bytes each
 _L2_BYTES_PER_CLOCK = 24  # per SM where all copy, as tiles of one plane each were seen to reach on an H200
 _SM_BYTES_PER_CLOCK = 64  # what one SM can take
-_MMA_SHARED_BYTES = 99 * 1024  # per block on 8.6 and 8.9, the smallest
+_MMA_SHARED_BYTES = shared_limit(8, 6)  # the smallest
 _MMA_MAX_STAGES = 4
 # Rows of operand B in a tile where A has one plane: its planes times these are the columns of one product, <= 256.
 _FUSED_COLUMNS = {1: 256, 2: 128, 3: 64, 4: 64, 5: 32, 6: 32, 7: 32, 8: 32}

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quantkit.cuda.capability import INT4_MMA, INT8_WGMMA, Support, support
+from quantkit.cuda.device import shared_limit
 from quantkit.cuda.units import CompileUnit
 
 BLOCK_ROWS, LINE_BYTES = 64, 128
@@ -16,7 +17,7 @@ MMA_TILE_ROWS = 128
 DTYPES = 3
 _REQUANTIZED_DTYPES = 2  # fp16 and bf16: what y can be where it goes on as codes
 _BLOCK_BYTES = BLOCK_ROWS * LINE_BYTES
-_SHARED_BYTES = 232_448  # per block on compute capability 9.0
+_SHARED_BYTES = shared_limit(9, 0)
 _SHARED_ALIGNMENT = 1024
 _STATIC_BYTES = 22784  # barriers, biases, and what codes for the next layer take (int8_requantize.cuh)
 _MAX_STAGES = 8

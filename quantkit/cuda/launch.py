@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.cuda.device import OVERLAP_CAPABILITY, compute_capability
 from quantkit.cuda.driver import Value, launch_with_attributes
 from quantkit.cuda.units import CompileUnit, cached_cubin, cupy_install_line, target
 from quantkit.errors import KernelError
@@ -20,9 +21,6 @@ DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 Argument = Tensor | int | float | None
 """Tensor or None: a pointer (null for None). int: a 32-bit signed integer. float: fp32."""
-
-
-_OVERLAP_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def launch(
         index = torch.cuda.current_device()
         function = _load(unit, index)
         stream = torch.cuda.current_stream().cuda_stream
-        overlap = overlap and torch.cuda.get_device_capability(index) >= _OVERLAP_CAPABILITY
+        overlap = overlap and compute_capability(torch.device("cuda", index)) >= OVERLAP_CAPABILITY
         if overlap or cluster > 1:
             launch_with_attributes(
                 function.ptr,

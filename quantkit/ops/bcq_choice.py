@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quantkit.assets import cache_folder
 from quantkit.cuda.capability import BINARY_MMA, Support, support
+from quantkit.cuda.device import compute_capability
 from quantkit.cuda.source import kernel_source
 from quantkit.cuda.timing import cold_seconds
 from quantkit.cuda.units import write_whole
@@ -31,6 +32,7 @@ from quantkit.ops.bcq_tiles import BcqTiles
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
 _FEW_ROWS = 8
 _WIDE_SEGMENT = 128  # columns of a group from which on binary products of one row are faster, and of two in most cases
+_CLEARLY = 0.95  # of the usual kernel's time, from where on another is taken: measurements this short differ by 5 %
 _DIGEST = 8
 _TABLE = Path("kernels") / "bcq_choice.json"
 
@@ -75,7 +77,7 @@ def _narrow(group_size: int, columns: int) -> bool:
 
 def _unmeasured(x: Tensor, group_size: int, usable: tuple[str, ...]) -> str:
     (tokens, columns), device = x.shape, x.device
-    native = support(BINARY_MMA, *torch.cuda.get_device_capability(device)) is Support.NATIVE
+    native = support(BINARY_MMA, *compute_capability(device)) is Support.NATIVE
     if tokens > _FEW_ROWS or usable == (DEQUANTIZE,):
         return DEQUANTIZE
     two_on_int8 = not native or _narrow(group_size, columns)
@@ -112,17 +114,23 @@ def ensure_measured(weight: BcqTiles) -> None:
         return
     best: dict[str, str] = {}
     other = _copy(weight)
+    usable = candidates(torch.float16, weight.group_size, columns)
     for tokens in ROW_CLASSES:
         x = torch.randn(tokens, columns, dtype=torch.float16, device=device)
         seconds = {
             kernel: cold_seconds(_call(kernel, x, other), _call(kernel, x, weight), device)
-            for kernel in candidates(x.dtype, weight.group_size, columns)
+            for kernel in usable
             if _worth_measuring(kernel, tokens, _narrow(weight.group_size, columns))
         }
-        best[str(tokens)] = min(seconds, key=seconds.__getitem__)
+        best[str(tokens)] = _clear_winner(seconds, _unmeasured(x, weight.group_size, usable))
     table = {**_table(), gpu: {**_table().get(gpu, {}), name: best}}
     write_whole(cache_folder() / _TABLE, (json.dumps(table, indent=1) + "\n").encode())
     _table.cache_clear()
+
+
+def _clear_winner(seconds: dict[str, float], usual: str) -> str:
+    fastest = min(seconds, key=seconds.__getitem__)
+    return fastest if seconds[fastest] < _CLEARLY * seconds[usual] else usual
 
 
 def _worth_measuring(kernel: str, tokens: int, narrow: bool) -> bool:

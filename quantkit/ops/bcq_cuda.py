@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from quantkit.cuda.bcq_plan import plan_gemv
 from quantkit.cuda.bcq_units import (
     LUT_BLOCK_TILES,
     LUT_SHARED,
     LUT_WARPS,
     SUM_PARTIALS,
     GemvTile,
-    Gpu,
     dequantize_unit,
     gemv_case,
     lut_residency,
     lut_unit,
-    plan_gemv,
     segment_columns,
 )
+from quantkit.cuda.device import Gpu, compute_capability, processor_count
 from quantkit.cuda.launch import DTYPE_CODES, launch
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import group_count, group_width
@@ -34,18 +34,6 @@ KERNELS = (BINARY, INT8, LUT, DEQUANTIZE)
 
 _WORD, _WARP, _BLOCK_THREADS, _VECTOR_BYTES = 32, 32, 256, 16
 _GEMV_TYPES = (torch.float16, torch.bfloat16)
-
-
-@cache
-def processor_count(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def compute_capability(device: torch.device) -> tuple[int, int]:
-    """(major, minor) of a GPU."""
-    return torch.cuda.get_device_capability(device)
 
 
 def _vectors(x: Tensor) -> bool:
@@ -60,47 +48,23 @@ def binary_segment(group_size: int, columns: int) -> int | None:
     return segment_columns(group_size) if group_size % _WORD == 0 else None
 
 
-def binary_gemv(
-    x: Tensor,
-    weight: BcqTiles,
-    bias: Tensor | None,
-    *,
-    settled: bool = False,
-    finish: Finish = AS_IT_IS,
-    tile: GemvTile | None = None,
-) -> Tensor:
-    """y [M, N] = ``finish`` of x [M, K] W^T + bias on binary tensor cores; any M, made for M = 1.
-
-    x: contiguous fp16 or bf16. bias: in x's type. tile: another block layout than the table's, for tuning.
-    settled: nothing queued on the GPU still writes the weight, so it may be read before the previous kernel ends.
-    Raises KernelError where the group size is no multiple of 32.
-    """
-    return _tensor_core_gemv(x, weight, bias, int8=False, settled=settled, finish=finish, tile=tile)
-
-
-def int8_gemv(
-    x: Tensor,
-    weight: BcqTiles,
-    bias: Tensor | None,
-    *,
-    settled: bool = False,
-    finish: Finish = AS_IT_IS,
-    tile: GemvTile | None = None,
-) -> Tensor:
-    """The same on INT8 tensor cores, made for M = 2 to 8; see binary_gemv."""
-    return _tensor_core_gemv(x, weight, bias, int8=True, settled=settled, finish=finish, tile=tile)
-
-
-def _tensor_core_gemv(
+def tensor_core_gemv(
     x: Tensor,
     weight: BcqTiles,
     bias: Tensor | None,
     *,
     int8: bool,
-    settled: bool,
-    finish: Finish,
-    tile: GemvTile | None,
+    settled: bool = False,
+    finish: Finish = AS_IT_IS,
+    tile: GemvTile | None = None,
 ) -> Tensor:
+    """y [M, N] = ``finish`` of x [M, K] W^T + bias on tensor cores; any M.
+
+    x: contiguous fp16 or bf16. bias: in x's type. int8: signs as bytes, made for M = 2 to 8; else as bits, for M = 1.
+    settled: nothing queued on the GPU still writes the weight, so it may be read before the previous kernel ends.
+    tile: another block layout than the table's, for tuning.
+    Raises KernelError where the group size is no multiple of 32.
+    """
     tokens, columns = x.shape
     segment = binary_segment(weight.group_size, columns)
     if segment is None:
@@ -151,7 +115,7 @@ def lut_gemv(
 ) -> Tensor:
     """y [M, N] = ``finish`` of x [M, K] W^T + bias through look-up tables (nuQmm 3.2); any group size, for few rows.
 
-    x: contiguous fp16 or bf16. bias: in x's type. settled: see binary_gemv.
+    x: contiguous fp16 or bf16. bias: in x's type. settled: see tensor_core_gemv.
     """
     tokens, columns = x.shape
     row_tiles, k_tiles = tile_counts(weight.rows, columns)
@@ -238,7 +202,7 @@ def product(
     settled: bool = False,
     finish: Finish = AS_IT_IS,
 ) -> Tensor:
-    """y [M, N] = ``finish`` of x [M, K] W^T + bias through the named kernel; settled: see binary_gemv.
+    """y [M, N] = ``finish`` of x [M, K] W^T + bias through the named kernel; settled: see tensor_core_gemv.
 
     Raises KernelError for an unknown kernel, or one that cannot run these shapes or types.
     """
@@ -255,4 +219,8 @@ def product(
     return gemv(x, weight, bias, settled=settled, finish=finish)
 
 
-_GEMVS: dict[str, Callable[..., Tensor]] = {BINARY: binary_gemv, INT8: int8_gemv, LUT: lut_gemv}
+_GEMVS: dict[str, Callable[..., Tensor]] = {
+    BINARY: partial(tensor_core_gemv, int8=False),
+    INT8: partial(tensor_core_gemv, int8=True),
+    LUT: lut_gemv,
+}

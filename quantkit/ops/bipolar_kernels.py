@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from itertools import pairwise
 from math import prod
 
@@ -27,6 +26,7 @@ from quantkit.cuda.bipolar_units import (
     wgmma_unit,
 )
 from quantkit.cuda.capability import BINARY_MMA, BINARY_WGMMA, Support, support
+from quantkit.cuda.device import compute_capability, processor_count
 from quantkit.cuda.launch import launch
 from quantkit.formats.bipolar import largest_value
 from quantkit.formats.planes import MAX_BITS
@@ -124,7 +124,7 @@ def multiply(
     y = torch.empty(rows, row_sums.shape[0], dtype=x.dtype, device=x.device)
     if not rows:
         return y
-    path = path_for(weight_bits, act_bits, *torch.cuda.get_device_capability(x.device))
+    path = path_for(weight_bits, act_bits, *compute_capability(x.device))
     few = runs_on_gemv(rows, act_bits)
     as_bytes = columns > path.longest and not few
     acts = quantize_tiles(x.contiguous(), act_clip, act_bits, per_token=per_token, as_bytes=as_bytes)
@@ -135,7 +135,7 @@ def multiply(
     limits = (largest_value(act_bits), largest_value(weight_bits))
     if path.kernel == "wgmma":
         planes = (1, 1) if as_bytes else (weight_bits, act_bits)
-        tile = best_tile(*planes, as_bytes, rows, y.shape[1], sm_count(x.device))
+        tile = best_tile(*planes, as_bytes, rows, y.shape[1], processor_count(x.device))
         launch_wgmma(tile, acts, operands, bias, y, columns, limits)
     else:
         launch_mma(acts, operands, bias, y, columns, limits, as_bytes=as_bytes)
@@ -220,7 +220,7 @@ def launch_wgmma(
     launch(
         wgmma_unit(tile, DTYPE_CODES[y.dtype]),
         y.device,
-        grid=(min(along_a * along_b, sm_count(y.device)),),
+        grid=(min(along_a * along_b, processor_count(y.device)),),
         block=((tile.consumers + 1) * 128,),
         args=(
             *(acts.tiles, tiles, acts.sums, row_sums, acts.steps, scales, bias, y),
@@ -248,12 +248,6 @@ def best_tile(planes_w: int, planes_x: int, as_bytes: bool, rows: int, channels:
         return -(-tiles // sms) * tile.stage_clocks(min(1.0, tiles / sms))
 
     return min(wgmma_tiles(planes_w, planes_x, as_bytes), key=clocks)
-
-
-@cache
-def sm_count(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def path_table(major: int, minor: int) -> list[tuple[str, str, str]]:

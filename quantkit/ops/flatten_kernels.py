@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.cuda.bcq_units import shared_limit
 from quantkit.cuda.capability import INT4_MMA, INT8_MMA, INT8_WGMMA, Support, support
+from quantkit.cuda.device import compute_capability, processor_count, shared_limit
 from quantkit.cuda.flatten_units import (
     BLOCK_ROWS,
     BYTE_TILES,
@@ -90,17 +90,7 @@ def path_for(major: int, minor: int) -> Path:
 
 def device_path(device: torch.device) -> Path:
     """path_for the GPU ``device``."""
-    return path_for(*_capability(device))
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return path_for(*compute_capability(device))
 
 
 def code_tiles(rows: int, columns: int, packed: bool, device: torch.device) -> Tensor:
@@ -129,7 +119,7 @@ def launch_quantize(
     rows, channels = x.shape
     row_bytes = channels * x.dtype.itemsize
     pitch = -(-row_bytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-    staged = pitch <= shared_limit(*_capability(x.device))
+    staged = pitch <= shared_limit(*compute_capability(x.device))
     per_block = next(n for n in _ROWS_PER_BLOCK if n * pitch <= _STAGED_BYTES or n == 1)
     layout = ROWS if codes.dim() == 2 else NIBBLE_TILES if codes.dtype == torch.uint8 else BYTE_TILES
     source_channel, source_segment = column_map
@@ -176,7 +166,7 @@ def multiply(
     if tiles.dtype == torch.uint8 and act_tiles.dtype == torch.int8:
         tiles = expand(tiles, act_tiles.shape[1])
     if device_path(out.device).kernel == WGMMA:
-        tile = best_tile(rows, channels, tiles.shape[1], _processors(out.device))
+        tile = best_tile(rows, channels, tiles.shape[1], processor_count(out.device))
         launch_wgmma(tile, act_tiles, tiles, scales, bias, out, following)
     else:
         launch_mma(act_tiles, tiles, scales, bias, out, following)
@@ -219,7 +209,7 @@ def launch_wgmma(
     launch(
         wgmma_unit(tile, DTYPE_CODES[dtype], following is not None),
         out.device,
-        grid=(min(along_x * along_w, _processors(out.device)),),
+        grid=(min(along_x * along_w, processor_count(out.device)),),
         block=((tile.consumers + 1) * 128,),
         args=(*_arguments((act_tiles, tiles), scales, bias, out, following), along_x, along_w),
         shared_mem=tile.shared_bytes,

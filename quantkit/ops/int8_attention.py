@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -29,6 +28,7 @@ from quantkit.cuda.attention_units import (
     AttentionForm,
     attention_form,
 )
+from quantkit.cuda.device import compute_capability, processor_count
 from quantkit.cuda.launch import DTYPE_CODES, launch
 from quantkit.errors import KernelError
 from quantkit.ops.library import LIBRARY
@@ -117,7 +117,7 @@ def int8_attention_cuda(
     out = query.new_empty(batch, rows, heads, _whole_runs(width))
     if not out.numel():
         return out
-    capability = _capability(query.device)
+    capability = compute_capability(query.device)
     if capability < _LEAST_CAPABILITY:
         raise KernelError("int8_attention needs a GPU of compute capability 8.0 or later")
     form = attention_form(capability, head_dim, mask is not None)
@@ -171,7 +171,7 @@ def _launch_warpgroups(form: AttentionForm, head_dim: int, it: _Problem) -> None
     launch(
         form.unit(head_dim),
         it.query.device,
-        grid=(min(items, _processors(it.query.device)),),
+        grid=(min(items, processor_count(it.query.device)),),
         block=(form.threads,),
         args=(
             *(it.query, it.tiles, it.out, *it.steps[:2], it.exponent_step),
@@ -202,16 +202,6 @@ def _launch_warps(form: AttentionForm, head_dim: int, it: _Problem, mask: Tensor
         ),
         shared_mem=form.shared_bytes(head_dim),
     )
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> int:

@@ -22,7 +22,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where the table is; pretends that CPU tensors are on a GPU of compute capability 9.0."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(bcq_choice, "compute_capability", lambda device: (9, 0))
     bcq_choice._table.cache_clear()
     bcq_choice.gpu_key.cache_clear()
     path = tmp_path / "quantkit" / "kernels" / "bcq_choice.json"
@@ -50,7 +50,7 @@ def test_unmeasured_shapes_follow_the_capability_table(table: Path, monkeypatch:
     assert choose(x(2), 4, 4096, 40) == LUT
     assert choose(x(9), 4, 4096, 128) == DEQUANTIZE
     assert choose(x(1, dtype=torch.float32), 4, 4096, 128) == DEQUANTIZE
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))  # binary products emulated
+    monkeypatch.setattr(bcq_choice, "compute_capability", lambda device: (12, 0))  # binary products emulated
     assert choose(x(1), 4, 4096, 128) == LUT
     assert choose(x(2), 4, 4096, 128) == INT8
 
@@ -100,6 +100,17 @@ def test_a_new_class_is_measured_on_two_copies_of_the_weight(
     count = len(timed)
     bcq_choice.ensure_measured(weight)
     assert len(timed) == count
+
+
+def test_the_usual_kernel_stays_where_another_is_hardly_faster(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_weight(2, 32, 256, 128, offset=True).tiled()
+    seconds = {BINARY: 1.0, INT8: 1.0, LUT: 0.96, DEQUANTIZE: 1.04}
+    monkeypatch.setattr(bcq_choice, "product", lambda kernel, *_, settled: seconds[kernel])
+    monkeypatch.setattr(bcq_choice, "cold_seconds", lambda before, call, _: call())
+    bcq_choice.ensure_measured(weight)
+    (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
+    usual = {"1": BINARY, "2": BINARY, "4": INT8, "8": INT8}
+    assert rows == usual | dict.fromkeys(("16", "32", "64"), DEQUANTIZE)
 
 
 def test_what_other_kernels_took_does_not_count(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:

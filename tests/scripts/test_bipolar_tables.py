@@ -89,15 +89,3 @@ def test_a_case_above_the_peak_is_refused_by_name(tables: ModuleType) -> None:
     assert case.entry(50e-6, None)["percent_of_peak"] == pytest.approx(71.4, abs=0.1)
     with pytest.raises(BenchError, match=r"w2a2 at \(4096, 4096, 4096\): \d+ % of this GPU's binary peak"):
         case.entry(30e-6, None)
-
-
-def test_without_a_hopper_gpu_it_says_so(
-    tables: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    if tables.torch.cuda.is_available():
-        pytest.skip("a GPU is here")
-    out = tmp_path / "tables.json"
-    monkeypatch.setattr(sys, "argv", ["bipolar_tables.py", "--json", str(out)])
-    assert tables.main() == 2
-    assert "compute capability 9.0" in capsys.readouterr().err
-    assert not out.exists()

@@ -1,0 +1,130 @@
+"""How a bcq GEMV is launched: which layout suits a weight, how many blocks, how much of K at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, inf
+
+from quantkit.cuda.bcq_units import SOME_TOKENS, TILE_ROWS, GemvCase, GemvTile, gemv_tiles, gemv_unit
+from quantkit.cuda.device import OVERLAP_CAPABILITY, Gpu, shared_limit
+from quantkit.cuda.units import CompileUnit
+from quantkit.errors import KernelError
+
+_FLOAT_BYTES = 4
+_DEEP_PASSES = 2  # over K, at most, beside a deep ring
+_SUMS_SHARE = 0.2  # of a block's shared memory, for the warps' sums; more row tiles go to more blocks
+_RESIDENT_READS = 4 / 3  # what each of two such blocks reads at most, over the shared memory it has
+_SPLIT = 2  # blocks of a cluster that share row tiles; multiprocessors come in pairs
+_SPLIT_TILES = 96  # k tiles whose planes take longer by half than adding up through the cluster; for one token
+
+
+@dataclass(frozen=True)
+class GemvPlan:
+    """One launch: the instance, blocks per group of tokens, passes over K, shared memory; cluster: see GemvTile."""
+
+    unit: CompileUnit
+    blocks: int
+    cluster: int
+    pass_tiles: int
+    shared_mem: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A weight, in tiles, under a case on a GPU; entries: numbers per group and row."""
+
+    case: GemvCase
+    entries: int
+    row_tiles: int
+    k_tiles: int
+    gpu: Gpu
+
+
+def _table_tile(it: _Problem) -> GemvTile:
+    first, *others = gemv_tiles(it.case, it.gpu.capability)
+    own_row_tiles = ceil(it.row_tiles / it.gpu.processors)
+    # Two blocks where the next launch's first slots are a good part of what it reads at all.
+    reads = own_row_tiles * it.k_tiles * it.case.tile_bytes(it.entries)
+    if reads <= _RESIDENT_READS * shared_limit(*it.gpu.capability, 2):
+        return next((tile for tile in others if tile.resident > 1), first)
+    others = [tile for tile in others if tile.resident == 1]
+    if it.case.tokens == 1:
+        # A ring with room for more than half of what its warp reads is full before x is read, and little is left then.
+        turns = own_row_tiles * it.k_tiles / (first.steps * first.warps)
+        deep = (tile for tile in others if tile.depth <= (turns + 1) / 2 and _passes(it, tile) <= _DEEP_PASSES)
+        return next(deep, first)
+    if it.case.tokens == SOME_TOKENS:
+        return min((first, *others), key=lambda tile: _passes(it, tile))
+    return next((tile for tile in (first, *others) if own_row_tiles <= _most_row_tiles(it, tile)), first)
+
+
+def _cluster(it: _Problem, tile: GemvTile) -> int:
+    if it.gpu.capability < OVERLAP_CAPABILITY:
+        return 1
+    if tile.cluster is not None:
+        return tile.cluster
+    return _SPLIT if it.k_tiles >= _SPLIT_TILES and it.case.tokens == tile.resident == 1 else 1
+
+
+def _ranges(it: _Problem, tile: GemvTile) -> int:
+    """Parts of the row tiles: a block's, or a cluster's."""
+    at_once = max(1, it.gpu.processors // _cluster(it, tile))
+    if it.case.tokens == tile.resident == 1 and it.gpu.capability >= OVERLAP_CAPABILITY:
+        at_once = _leave_one(it.row_tiles, at_once)
+    # Whole rounds of blocks: as long as one, a last round of a few would leave the others idle.
+    rounds = ceil(ceil(it.row_tiles / at_once) / _most_row_tiles(it, tile))
+    return min(it.row_tiles, rounds * at_once)
+
+
+def _shared_bytes(it: _Problem, tile: GemvTile, record_tiles: int) -> int:
+    """Of a block that keeps the records of so many k tiles at once."""
+    ring = tile.warps * tile.steps * tile.depth * it.case.tile_bytes(it.entries)
+    sums = _sum_bytes(it.case, tile) * ceil(it.row_tiles / _ranges(it, tile))
+    return ring + sums + it.case.record_bytes * record_tiles
+
+
+def _passes(it: _Problem, tile: GemvTile) -> float:
+    """Over a block's k tiles, as their records fit into shared memory; infinite where not one turn's do."""
+    left = shared_limit(*it.gpu.capability, tile.resident) - _shared_bytes(it, tile, 0)
+    fitting = left // it.case.record_bytes // tile.steps * tile.steps
+    return ceil(ceil(it.k_tiles / _cluster(it, tile)) / fitting) if fitting > 0 else inf
+
+
+def _sum_bytes(case: GemvCase, tile: GemvTile) -> int:
+    return TILE_ROWS * case.tokens * _FLOAT_BYTES * tile.warps  # of a row tile
+
+
+def _most_row_tiles(it: _Problem, tile: GemvTile) -> int:
+    """How many row tiles a block can keep the sums of."""
+    return max(1, int(shared_limit(*it.gpu.capability, tile.resident) * _SUMS_SHARE) // _sum_bytes(it.case, tile))
+
+
+def _leave_one(row_tiles: int, ranges: int) -> int:
+    """One range less where the longest keeps its row tiles.
+
+    A norm on a multiprocessor of its own neither waits for a block to end nor keeps one of the next launch waiting. Not
+    where a multiprocessor holds two blocks: it has room for a norm, and the spare one would get two of the next launch.
+    """
+    fewer = max(1, ranges - 1)
+    return fewer if ceil(row_tiles / fewer) == ceil(row_tiles / ranges) else ranges
+
+
+@cache
+def plan_gemv(
+    case: GemvCase, *, entries: int, tile_counts: tuple[int, int], gpu: Gpu, tile: GemvTile | None = None
+) -> GemvPlan:
+    """The instance, blocks, passes and shared memory of one launch.
+
+    entries: numbers per group and row. tile_counts: (row tiles, k tiles) of the weight. tile: not the table's layout.
+    Raises KernelError where not even one turn's record of x fits beside the rings.
+    """
+    it = _Problem(case, entries, *tile_counts, gpu)
+    tile = tile or _table_tile(it)
+    passes, cluster = _passes(it, tile), _cluster(it, tile)
+    if passes == inf:
+        raise KernelError(f"{case.products.source}: a layout of {tile} does not fit into shared memory")
+    pass_tiles = ceil(ceil(ceil(it.k_tiles / cluster) / passes) / tile.steps) * tile.steps
+    shared_mem = _shared_bytes(it, tile, pass_tiles)
+    return GemvPlan(gemv_unit(case, tile), _ranges(it, tile) * cluster, cluster, pass_tiles, shared_mem, tile.warps)
