@@ -42,11 +42,10 @@ struct WordBytes {
 
 // Of 32 values per lane; the kLanes neighbours of a segment share a scale. Whole warps call it.
 template <int kLanes>
-__device__ __forceinline__ WordBytes wordBytes(const float (&values)[kValuesPerThread]) {
-    const SegmentScale scale = segmentScale<kLanes, kByteExcess>(values);
+__device__ __forceinline__ WordBytes wordBytes(const Elements& x) {
+    const SegmentScale scale = segmentScale<kLanes, kByteExcess>(x.largest);
     const float inverse = scale.inverse();
-    constexpr uint32 kZero = kRoundToIntegerBits + kByteMiddle;  // of the code 0
-    uint32 total = 0u - kValuesPerThread * kZero, thirds = 0u - kDigits * kZero;
+    int low[2] = {}, high[2] = {};  // sums of bytes: of columns 3, 7, 11, ..., and of the others
     WordBytes bytes;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -55,15 +54,17 @@ __device__ __forceinline__ WordBytes wordBytes(const float (&values)[kValuesPerT
             uint32 code[kDigits / 2];
 #pragma unroll
             for (int n = 0; n < kDigits / 2; ++n) {
-                const float value = values[half * kBitsPerWord / 2 + n * kDigitBits + bit];
+                const float value = x.values[half * kBitsPerWord / 2 + n * kDigitBits + bit];
                 code[n] = __float_as_uint(fmaf(value, inverse, kRoundToInteger + kByteMiddle));
-                total += code[n];
-                thirds += bit == kDigitBits - 1 ? code[n] : 0;
             }
             packBytes(code[0], code[1], code[2], code[3], bytes.low[bit][half], bytes.high[bit][half]);
+            const int rest = bit < kDigitBits - 1;
+            low[rest] = addBytes(bytes.low[bit][half], low[rest]);
+            high[rest] = addBytes(bytes.high[bit][half], high[rest]);
         }
     }
-    const int sum = segmentSum<kLanes>(int(total)), third = segmentSum<kLanes>(int(thirds));
+    const int thirds = 256 * high[0] + low[0], total = thirds + 256 * high[1] + low[1];
+    const int sum = segmentSum<kLanes>(total), third = segmentSum<kLanes>(thirds);
     bytes.about = make_uint4(__float_as_uint(scale.scale()), __float_as_uint(float(sum)),
                              kRoundToIntegerBits + uint32(2 * third - sum), 0);
     return bytes;
@@ -103,9 +104,9 @@ struct ByteRecord {
 
     // Bytes of 32 values per lane, word `word` of the tile row; the lanes of a segment are neighbours. Whole warps call
     // it. valid: whether to write. row: of the four.
-    static __device__ __forceinline__ void write(const float (&values)[kValuesPerThread], int word, bool valid,
-                                                 unsigned char* record, int row) {
-        const WordBytes bytes = wordBytes<kLanes>(values);
+    static __device__ __forceinline__ void write(const Elements& x, int word, bool valid, unsigned char* record,
+                                                 int row) {
+        const WordBytes bytes = wordBytes<kLanes>(x);
         if (!valid) return;
 
         unsigned char* half = record + word / kTileQuads * kHalf;
@@ -123,9 +124,8 @@ struct ByteRecord<kSegment, true> {
     static constexpr int kZeros = kTileQuads * kByteKinds, kPairBytes = (kZeros + 1) * sizeof(uint4);
     static constexpr int kAbout = 2 * kPairBytes, kHalf = kAbout + kTileQuads * sizeof(uint4), kBytes = 2 * kHalf;
 
-    static __device__ __forceinline__ void write(const float (&values)[kValuesPerThread], int word, bool valid,
-                                                 unsigned char* record, int) {
-        const WordBytes bytes = wordBytes<1>(values);
+    static __device__ __forceinline__ void write(const Elements& x, int word, bool valid, unsigned char* record, int) {
+        const WordBytes bytes = wordBytes<1>(x);
         if (!valid) return;
 
         const int own = word % kTileQuads;

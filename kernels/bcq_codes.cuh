@@ -37,14 +37,11 @@ struct SegmentScale {
     }
 };
 
-// The scale of the segment whose columns kLanes neighbouring lanes hold. kExcess: mantissas from 2 - kExcess * 2^-23 on
-// count as 2, so that codes end that much earlier. Whole warps call it.
+// The scale of the segment whose columns kLanes neighbouring lanes hold. largest: of the lane's magnitudes, the bits of a
+// float. kExcess: mantissas from 2 - kExcess * 2^-23 on count as 2, so that codes end that much earlier. Whole warps
+// call it.
 template <int kLanes, uint32 kExcess>
-__device__ __forceinline__ SegmentScale segmentScale(const float (&values)[kValuesPerThread]) {
-    float most = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kValuesPerThread; ++i) most = largerMagnitude(most, values[i]);
-    uint32 largest = __float_as_uint(most);  // as bits NaN > Inf > every number
+__device__ __forceinline__ SegmentScale segmentScale(uint32 largest) {
 #pragma unroll
     for (int mask = 1; mask < kLanes; mask *= 2) largest = max(largest, __shfl_xor_sync(kFullWarp, largest, mask));
     const bool finite = largest < kInfiniteExponent << kExponentShift;
@@ -89,6 +86,28 @@ __device__ __forceinline__ void pairsToFloats(const uint32 (&pairs)[kValuePairs]
     }
 }
 
+// The largest magnitude as the bits of a float; as bits NaN > Inf > every number.
+template <int kDtype>
+__device__ __forceinline__ uint32 largestMagnitude(const uint32 (&pairs)[kValuePairs]) {
+    uint32 most = 0;
+#pragma unroll
+    for (int i = 0; i < kValuePairs; ++i) most = largerMagnitudes<kDtype>(most, pairs[i]);
+    const float low = shortToFloat(uint16(most), kDtype), high = shortToFloat(uint16(most >> 16), kDtype);
+    return __float_as_uint(largerMagnitude(low, high));
+}
+
+// 32 elements of a lane, and the largest of their magnitudes as the bits of a float.
+struct Elements {
+    float values[kValuesPerThread];
+    uint32 largest;
+
+    template <int kDtype>
+    __device__ __forceinline__ void take(const uint32 (&pairs)[kValuePairs]) {
+        largest = largestMagnitude<kDtype>(pairs);
+        pairsToFloats<kDtype>(pairs, values);
+    }
+};
+
 // Which part of x records are made of.
 struct Activations {
     int tokens;
@@ -116,14 +135,14 @@ __device__ __noinline__ void makeRecords(const uint16* x, Activations part, int 
     if (kAhead) load(index);
     for (int start = index / kWarpSize * kWarpSize; start < all; start += blockDim.x) {
         if (!kAhead) load(index);
-        float values[kValuesPerThread];
-        if (part.dtype == kFloat16) pairsToFloats<kFloat16>(pairs, values);
-        else pairsToFloats<kBfloat16>(pairs, values);
+        Elements elements;
+        if (part.dtype == kFloat16) elements.take<kFloat16>(pairs);
+        else elements.take<kBfloat16>(pairs);
         const int row = nextRow, word = nextWord;
         const bool valid = index < all;
         index += blockDim.x;
         if (kAhead) load(index);
         unsigned char* record = records + row / kSetRows * setBytes + word / kWordsPerTileRow * Record::kBytes;
-        Record::write(values, word % kWordsPerTileRow, valid, record, row % kSetRows);
+        Record::write(elements, word % kWordsPerTileRow, valid, record, row % kSetRows);
     }
 }

@@ -31,16 +31,22 @@ __device__ __forceinline__ constexpr uint32 aboutOffset(int segment) {
 // Transpose two 16 x 16 bit matrices held in the low and high halves of 16 registers: afterwards bit i (16 + i) of
 // words[p] is bit p of the low (high) half of the register i.
 __device__ __forceinline__ void transposeBits(uint32 (&words)[kValuePairs]) {
-    constexpr uint32 masks[4] = {0x00ff00ff, 0x0f0f0f0f, 0x33333333, 0x55555555};
+    constexpr uint32 masks[3] = {0x0f0f0f0f, 0x33333333, 0x55555555};
 #pragma unroll
-    for (int stage = 0; stage < 4; ++stage) {
-        const int distance = 8 >> stage;
+    for (int i = 0; i < kValuePairs / 2; ++i) {
+        const uint32 first = words[i], second = words[i + 8];
+        words[i] = __byte_perm(first, second, 0x6240);
+        words[i + 8] = __byte_perm(first, second, 0x7351);
+    }
+#pragma unroll
+    for (int stage = 0; stage < 3; ++stage) {
+        const int distance = 4 >> stage;
 #pragma unroll
         for (int i = 0; i < kValuePairs; ++i) {
             if (i & distance) continue;
-            const uint32 swapped = ((words[i] >> distance) ^ words[i + distance]) & masks[stage];
-            words[i + distance] ^= swapped;
-            words[i] ^= swapped << distance;
+            const uint32 first = words[i], second = words[i + distance], mask = masks[stage];
+            words[i] = (first & mask) | ((second << distance) & ~mask);
+            words[i + distance] = ((first >> distance) & mask) | (second & ~mask);
         }
     }
 }
@@ -51,20 +57,20 @@ struct PlaneRecord {
 
     // Planes of 32 values per lane, word `word` of the tile row; the lanes of a segment are neighbours. Whole warps
     // call it. valid: whether to write.
-    static __device__ __forceinline__ void write(const float (&values)[kValuesPerThread], int word, bool valid,
-                                                 unsigned char* record, int) {
-        const SegmentScale scale = segmentScale<kLanes, 0>(values);
+    static __device__ __forceinline__ void write(const Elements& x, int word, bool valid, unsigned char* record, int) {
+        const SegmentScale scale = segmentScale<kLanes, 0>(x.largest);
         const float inverse = scale.inverse();
-        uint32 words[kValuePairs], total = 0u - kValuesPerThread * kRoundToIntegerBits;
+        uint32 words[kValuePairs];
+        int total = 0;
 #pragma unroll
         for (int i = 0; i < kValuePairs; ++i) {
-            const uint32 low = __float_as_uint(fmaf(values[i], inverse, kRoundToInteger));
-            const uint32 high = __float_as_uint(fmaf(values[i + kValuePairs], inverse, kRoundToInteger));
-            total += low + high;
+            const uint32 low = __float_as_uint(fmaf(x.values[i], inverse, kRoundToInteger));
+            const uint32 high = __float_as_uint(fmaf(x.values[i + kValuePairs], inverse, kRoundToInteger));
             words[i] = __byte_perm(low, high, 0x5410);
+            total = addHalves(words[i], total);
         }
         transposeBits(words);
-        const int sum = segmentSum<kLanes>(int(total));
+        const int sum = segmentSum<kLanes>(total);
         if (!valid) return;
 
         uint2* column = reinterpret_cast<uint2*>(record) + word % kTileQuads * 2 + word / kTileQuads;

@@ -128,6 +128,33 @@ __device__ __forceinline__ float largerMagnitude(float a, float b) {
     return larger;
 }
 
+// The same of two pairs of 16-bit floats at once.
+template <int kDtype>
+__device__ __forceinline__ uint32 largerMagnitudes(uint32 a, uint32 b) {
+    static_assert(kDtype == kFloat16 || kDtype == kBfloat16, "16-bit types only");
+    uint32 larger;
+    if constexpr (kDtype == kFloat16) {
+        asm("{.reg .b32 p, q;\n\tabs.f16x2 p, %1;\n\tabs.f16x2 q, %2;\n\tmax.NaN.f16x2 %0, p, q;}"
+            : "=r"(larger) : "r"(a), "r"(b));
+    } else {
+        asm("{.reg .b32 p, q;\n\tabs.bf16x2 p, %1;\n\tabs.bf16x2 q, %2;\n\tmax.NaN.bf16x2 %0, p, q;}"
+            : "=r"(larger) : "r"(a), "r"(b));
+    }
+    return larger;
+}
+
+// sum + both signed halves of a word.
+__device__ __forceinline__ int addHalves(uint32 halves, int sum) {
+    asm("dp2a.lo.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(halves), "r"(0x0101));
+    return sum;
+}
+
+// sum + all four signed bytes of a word.
+__device__ __forceinline__ int addBytes(uint32 bytes, int sum) {
+    asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(bytes), "r"(0x01010101));
+    return sum;
+}
+
 // Hides where a value came from, so that the compiler keeps it and does not work it out again in every pass of a loop.
 template <class Value>
 __device__ __forceinline__ void keepInRegister(Value& value) {
