@@ -24,10 +24,10 @@ template <int kBits,      // planes of the weight
 __global__ void __launch_bounds__(kWarps * kWarpSize, kResident)
 bcqBinaryGemv(const uint4* __restrict__ tiles, const void* __restrict__ scales, const uint16* __restrict__ factors,
               const uint16* __restrict__ x, const uint16* __restrict__ bias, const uint16* residual, uint16* __restrict__ y,
-              int tokens, int rows, int columns, int groups, int segmentsPerGroup, int entries, int passTiles, int dtype,
-              int activation, int vectors) {
+              int tokens, int rows, int columns, int groups, uint32 groupMagic, int entries, int passTiles, int rangeTiles,
+              int longRanges, int dtype, int activation, int vectors) {
     static_assert(kTileColumns % kSegment == 0 && kSegment % kBitsPerWord == 0, "segments are whole words of a tile");
     multiplyWeight<BinaryProduct<kBits, kSegment, kScaleBits, kTokens, kSteps>, kWarps, kDepth>(
-        {tiles, scales, factors, x, bias, residual, y, tokens, rows, columns, groups, segmentsPerGroup, entries, passTiles,
-         dtype, activation, vectors});
+        {tiles, scales, factors, x, bias, residual, y, tokens, rows, columns, groups, groupMagic, entries, passTiles,
+         rangeTiles, longRanges, dtype, activation, vectors});
 }

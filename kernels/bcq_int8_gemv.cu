@@ -27,10 +27,10 @@ template <int kBits,      // planes of the weight
 __global__ void __launch_bounds__(kWarps * kWarpSize, kResident)
 bcqInt8Gemv(const uint4* __restrict__ tiles, const void* __restrict__ scales, const uint16* __restrict__ factors,
             const uint16* __restrict__ x, const uint16* __restrict__ bias, const uint16* residual, uint16* __restrict__ y,
-            int tokens, int rows, int columns, int groups, int segmentsPerGroup, int entries, int passTiles, int dtype,
-            int activation, int vectors) {
+            int tokens, int rows, int columns, int groups, uint32 groupMagic, int entries, int passTiles, int rangeTiles,
+            int longRanges, int dtype, int activation, int vectors) {
     static_assert(kTileColumns / 2 % kSegment == 0 && kSegment % kBitsPerWord == 0, "segments are whole words");
     multiplyWeight<Int8Product<kBits, kSegment, kScaleBits, kTokens, kSteps>, kWarps, kDepth>(
-        {tiles, scales, factors, x, bias, residual, y, tokens, rows, columns, groups, segmentsPerGroup, entries, passTiles,
-         dtype, activation, vectors});
+        {tiles, scales, factors, x, bias, residual, y, tokens, rows, columns, groups, groupMagic, entries, passTiles,
+         rangeTiles, longRanges, dtype, activation, vectors});
 }

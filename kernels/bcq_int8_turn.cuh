@@ -54,7 +54,7 @@ struct Int8Product {
         source = pinned(g * kTileQuads + halfWord / 2);
         shift = pinned(halfWord % 2 * (kBitsPerWord / 2));
 #pragma unroll
-        for (int bit = 0; bit < kDigitBits; ++bit) tables[bit] = digitTable(bit, lane * (groupBytes >> 31));
+        for (int bit = 0; bit < kDigitBits; ++bit) tables[bit] = digitTable(bit, lane * (uint32(entries) >> 31));
         if (kHalfSegments == 4 && t % 2) tables[0] = tables[2], tables[1] = tables[3];
     }
 

@@ -40,6 +40,10 @@ struct TurnShape {
     static constexpr int kEntryBytes = kLaneRows * kScaleBits / kBitsPerByte;
     static constexpr int kSignVectors = kBits * kWarpSize;        // of a tile
     static constexpr int kSignBytes = kSteps * kSignVectors * kVectorBytes;
+    // Of the scales of one group of a row tile.
+    static __device__ __forceinline__ constexpr uint32 groupVectors(int offsets) {
+        return (kBits + offsets) * kEntryBytes / kLaneRows;
+    }
 };
 
 // The entries of rows g and g + 8, the first in the low bits.
@@ -67,11 +71,15 @@ struct Pass {
     int width, turns, firstRow, firstTurn, rowStep, turnStep;
 };
 
+// No divisions: every warp runs this before its first fetch, and most rows have more turns than a block has warps.
 template <int kWarps, int kSteps>
 __device__ __noinline__ Pass passOf(int pass, int passTiles, int kTiles) {
-    const int width = min(passTiles, kTiles - pass * passTiles), warp = threadIdx.x / kWarpSize;
+    const int width = min(passTiles, kTiles - pass * passTiles);
     const int turns = (width + kSteps - 1) / kSteps;
-    return {width, turns, warp / turns, warp % turns, kWarps / turns, kWarps % turns};
+    Pass found{width, turns, 0, int(threadIdx.x / kWarpSize), 0, kWarps};
+    for (; found.firstTurn >= turns; found.firstTurn -= turns) ++found.firstRow;
+    for (; found.turnStep >= turns; found.turnStep -= turns) ++found.rowStep;
+    return found;
 }
 
 // Where the block's tiles are and how a turn gets into a slot.
@@ -80,12 +88,12 @@ struct Weights {
     static constexpr int kMostScaleVectors = S::kTurnSegments * (S::kBits + 1) * S::kEntryBytes / kLaneRows;
     const uint4* signs;   // of the block's first row tile, plus the lane
     const uint4* scales;  // of the block's first row tile
-    uint32 kTiles, groups, groupVectors, lane, segmentsPerGroup, groupMagic, vectorMagic;
+    uint32 kTiles, groups, groupVectors, lane, groupMagic, vectorMagic;
     bool linear;          // one group per segment, all stored: scales follow each other as the tiles do
 
     // Exact for every segment index below 2^16, that is K < 2^21.
     __device__ __forceinline__ uint32 groupOf(uint32 segment) const {
-        return min(segmentsPerGroup == 1 ? segment : __umulhi(segment, groupMagic), groups - 1);
+        return min(groupMagic == 0 ? segment : __umulhi(segment, groupMagic), groups - 1);
     }
     // Tiles `tile` .. of row tile `rowTile`, counted through the block. Scales behind the last are zeros.
     __device__ __forceinline__ void fetch(uint32 slot, uint32 tile, uint32 rowTile, uint32 steps) const {
@@ -130,9 +138,11 @@ struct Problem {
     uint16* y;              // [tokens, rows]
     int tokens, rows, columns;
     int groups;             // scale groups per row
-    int segmentsPerGroup;   // group size / kSegment
+    uint32 groupMagic;      // 2^32 over the segments of a group, rounded up; 0 for one
     int entries;            // kBits, or kBits + 1 with an offset
     int passTiles;          // k tiles whose records fit into shared memory at once; whole turns
+    int rangeTiles;         // row tiles of a range (a block, or a cluster), one more in the first `longRanges`
+    int longRanges;
     int dtype;
     int activation;         // of activation.cuh, or kNoActivation; before the residual is added
     int vectors;            // x rows are 16-byte aligned and columns % 8 == 0
@@ -148,22 +158,26 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     extern __shared__ __align__(16) unsigned char shared[];
 
     const int lane = pinned(threadIdx.x % kWarpSize), warp = pinned(threadIdx.x / kWarpSize);
-    const int allRowTiles = (p.rows + kTileRows - 1) / kTileRows;
-    const uint32 parts = clusterBlocks(), part = clusterRank(), ranges = gridDim.x / parts, range = blockIdx.x / parts;
-    const int firstRowTile = uint32(allRowTiles) * range / ranges;
-    const int rowTiles = uint32(allRowTiles) * (range + 1) / ranges - firstRowTile;
+    // A division is some 25 instructions, which every warp would run before its first fetch: none here but where x comes
+    // in passes. Clusters are of one block or two.
+    const uint32 parts = clusterBlocks(), part = clusterRank(), partShift = parts - 1;
+    const int range = blockIdx.x >> partShift;
+    const int firstRowTile = range * p.rangeTiles + min(range, p.longRanges);
+    const int rowTiles = p.rangeTiles + (range < p.longRanges);
     const int kTiles = (p.columns + kTileColumns - 1) / kTileColumns;
-    const int firstTile = uint32(kTiles) * part / parts, ownTiles = uint32(kTiles) * (part + 1) / parts - firstTile;
-    const int passes = (ownTiles + p.passTiles - 1) / p.passTiles;
+    const int firstTile = uint32(kTiles) * part >> partShift;
+    const int ownTiles = (uint32(kTiles) * (part + 1) >> partShift) - firstTile;
+    const int passes = ownTiles <= p.passTiles ? 1 : (ownTiles + p.passTiles - 1) / p.passTiles;
     const int firstToken = blockIdx.y * kTokens;
-    const uint32 groupVectors = p.entries * S::kEntryBytes / kLaneRows, groupBytes = groupVectors * kVectorBytes;
+    const bool offset = p.entries > S::kBits;
+    const uint32 groupVectors = offset ? S::groupVectors(1) : S::groupVectors(0), groupBytes = groupVectors * kVectorBytes;
 
     const Weights<S> weights{
         pinned(p.tiles + size_t(firstRowTile) * kTiles * S::kSignVectors + lane),
         pinned(static_cast<const uint4*>(p.scales) + size_t(firstRowTile) * p.groups * groupVectors),
-        uint32(kTiles), uint32(p.groups), groupVectors, uint32(lane), uint32(p.segmentsPerGroup),
-        0xffffffffu / uint32(p.segmentsPerGroup) + 1, (1u << 16) / groupVectors + 1,
-        p.segmentsPerGroup == 1 && p.groups == kTiles * S::kTileSegments};
+        uint32(kTiles), uint32(p.groups), groupVectors, uint32(lane), p.groupMagic,
+        offset ? (1u << 16) / S::groupVectors(1) + 1 : (1u << 16) / S::groupVectors(0) + 1,
+        p.groupMagic == 0 && p.groups == kTiles * S::kTileSegments};
     const uint32 slotBytes = pinned(S::kSignBytes + S::kTurnSegments * groupBytes), ringBytes = kDepth * slotBytes;
     const uint32 firstSlot = pinned(sharedAddress(shared) + warp * ringBytes), endSlot = pinned(firstSlot + ringBytes);
     unsigned char* records = shared + kWarps * ringBytes;
@@ -206,9 +220,9 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
         }
     }
     allowNextKernel();
+    Product product(lane, p.entries, groupBytes);
     waitForPriorKernels();  // from here on x may be read and y written
 
-    Product product(lane, p.entries, groupBytes);
     uint32 slot = firstSlot, emptySlot = endSlot - slotBytes;
     for (int pass = 0; pass < passes; ++pass) {
         const Pass turns = passOf<kWarps, kSteps>(pass, p.passTiles, ownTiles);

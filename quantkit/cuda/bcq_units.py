@@ -104,8 +104,8 @@ class GemvTile:
     """How a block of those kernels is laid out.
 
     warps: per block. steps: tiles per slot of a warp's ring. depth: slots per ring, one of which is being read.
-    resident: blocks of successive launches that one multiprocessor holds. cluster: blocks that share row tiles, each
-    with a part of K; None: by the length of the rows.
+    resident: blocks of successive launches that one multiprocessor holds. cluster: 1 or 2 blocks that share row tiles,
+    each with a part of K; None: by the length of the rows.
     """
 
     warps: int

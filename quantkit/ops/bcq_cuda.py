@@ -48,6 +48,12 @@ def binary_segment(group_size: int, columns: int) -> int | None:
     return segment_columns(group_size) if group_size % _WORD == 0 else None
 
 
+def _magic(divisor: int) -> int:
+    """2^32 / divisor rounded up, as a signed 32-bit integer; 0 for the divisor 1."""
+    unsigned = 0 if divisor == 1 else -(-(1 << 32) // divisor)
+    return unsigned - (1 << 32) if unsigned >> 31 else unsigned
+
+
 def tensor_core_gemv(
     x: Tensor,
     weight: BcqTiles,
@@ -96,9 +102,10 @@ def tensor_core_gemv(
             weight.rows,
             columns,
             weight.groups,
-            per_group,
+            _magic(per_group),
             weight.entries,
             plan.pass_tiles,
+            *divmod(tile_counts(weight.rows, columns)[0], plan.blocks // plan.cluster),
             DTYPE_CODES[x.dtype],
             finish.number,
             int(_vectors(x)),
