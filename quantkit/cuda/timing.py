@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_Span = tuple[Any, Any]  # events around it
+
 _WARM_UP, _REPEATS = 2, 15
 _FLUSH_FACTOR = 2
-_LEAD = 8  # flushes before a span: a fifth of a millisecond in which the host gets ahead, so no launch is waited for
+_LEAD_CYCLES, _MOST_LEAD_CYCLES = 1 << 19, 1 << 25  # of waiting before a span: a third of a millisecond to 20
 
 
 @cache
@@ -32,23 +34,37 @@ def cold_seconds(before: Callable[[], Any], call: Callable[[], Any], device: tor
     before: the same work on other memory. In a model kernels follow each other, and what they hide of each other's
     launches and first reads is as long as a small product.
     """
+    spans: tuple[list[_Span], list[_Span]] = ([], [])
+    lead = _LEAD_CYCLES
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         for _ in range(_WARM_UP):
             before()
             call()
-        pairs = [(_span((before,), device), _span((before, call), device)) for _ in range(_REPEATS)]
+        for _ in range(_REPEATS):
+            for kept, calls in zip(spans, ((before,), (before, call)), strict=True):
+                span, lead = _queued(calls, device, lead)
+                kept.append(span)
         torch.cuda.synchronize()
-        alone, both = (median(start.elapsed_time(end) for start, end in spans) for spans in zip(*pairs, strict=True))
+        alone, both = (median(start.elapsed_time(end) for start, end in kept) for kept in spans)
     return max(both - alone, 0.0) / 1e3
 
 
-def _span(calls: Sequence[Callable[[], Any]], device: torch.device) -> tuple[Any, Any]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(_LEAD):
+def _queued(calls: Sequence[Callable[[], Any]], device: torch.device, lead: int) -> tuple[_Span, int]:
+    """Events around the calls, and the cycles of waiting before them with which the host kept ahead of the GPU.
+
+    A span that the GPU could begin before all of it was queued holds the time of launches on the host, which on a busy
+    host is several times a product's: it is queued again with twice the lead.
+    """
+    while True:
+        ready, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        torch.cuda._sleep(lead)
+        ready.record()
         flush_l2(device)
-    start.record()
-    for call in calls:
-        call()
-    end.record()
-    return start, end
+        start.record()
+        for call in calls:
+            call()
+        end.record()
+        if lead >= _MOST_LEAD_CYCLES or not ready.query():
+            return (start, end), lead
+        lead *= 2

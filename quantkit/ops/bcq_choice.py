@@ -136,6 +136,8 @@ def _clear_winner(seconds: dict[str, float], usual: str) -> str:
 def _worth_measuring(kernel: str, tokens: int, narrow: bool) -> bool:
     if kernel == LUT:
         return tokens <= _FEW_ROWS
+    if kernel == DEQUANTIZE:
+        return tokens > 1  # it moves several times the bytes of a product of one row
     return kernel != INT8 or tokens > 1 or narrow
 
 
