@@ -177,10 +177,11 @@ def gemv_tiles(case: GemvCase, capability: tuple[int, int]) -> tuple[GemvTile, .
     tiles = [gemv_tile(case, capability, resident) for resident in residencies(case, capability)]
     if case.tokens == _MANY_TOKENS:
         tiles.append(gemv_tile(case, capability, most_warps=_FEWER_WARPS))
-    if case.tokens == SOME_TOKENS:
-        tiles.append(replace(tiles[0], depth=2))
-    if case.tokens == 1 and not case.int8 and case.segment >= _ROOMY_SEGMENT and capability >= OVERLAP_CAPABILITY:
-        tiles.append(_deep_tile(case, tiles[0], capability))
+    if case.segment >= _ROOMY_SEGMENT and capability >= OVERLAP_CAPABILITY:
+        if case.tokens == SOME_TOKENS:
+            tiles.append(replace(tiles[0], depth=2))
+        if case.tokens == 1 and not case.int8:
+            tiles.append(_deep_tile(case, tiles[0], capability))
     return tuple(dict.fromkeys(tiles))
 
 
