@@ -30,10 +30,10 @@ from quantkit.bench.generation import captured_step, start
 from quantkit.bench.kernels import TOLERANCE, relative_error
 from quantkit.bench.methods import method_spec
 from quantkit.bench.report import environment
-from quantkit.bench.script import needed_gpu, run_script
 from quantkit.bench.shapes import MODELS
 from quantkit.bench.timing import capture, check_peak, check_result, peak_bandwidth
 from quantkit.cli.common import check_json_path, write_json
+from quantkit.cli.script import needed_gpu, run_script
 from quantkit.models.families import block_linears, decoder_blocks
 from quantkit.nn.quantized_linear import QuantizedLinear
 

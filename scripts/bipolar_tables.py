@@ -24,9 +24,9 @@ from torch import Tensor
 
 from quantkit.bench.bursts import measure_bursts
 from quantkit.bench.report import environment
-from quantkit.bench.script import needed_gpu, run_script
 from quantkit.bench.timing import measure, peak_bandwidth, rotation_length
 from quantkit.cli.common import check_json_path, write_json
+from quantkit.cli.script import needed_gpu, run_script
 from quantkit.cuda.device import processor_count
 from quantkit.errors import BenchError
 from quantkit.ops.bipolar import bipolar_prepared_linear, bipolar_prepared_linear_reference

@@ -19,10 +19,10 @@ import torch
 
 from quantkit.bench.kernels import LinearBench, run_linear
 from quantkit.bench.report import environment, to_json
-from quantkit.bench.script import needed_gpu, run_script
 from quantkit.bench.shapes import parse_shapes
 from quantkit.bench.timing import measure, rotation_length
 from quantkit.cli.common import check_json_path
+from quantkit.cli.script import needed_gpu, run_script
 from quantkit.ops.bcq_cuda import lut_gemv
 from quantkit.ops.bcq_tiles import BcqTiles
 

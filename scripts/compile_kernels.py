@@ -11,7 +11,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from quantkit.bench.script import needed_gpu, run_script
+from quantkit.cli.script import needed_gpu, run_script
 from quantkit.cuda.instances import all_units
 from quantkit.cuda.units import CompileUnit, cached_cubin, target
 

@@ -27,10 +27,10 @@ from quantkit.bench.attention import HeadShape, check_int8_attention, code_steps
 from quantkit.bench.flatten_layers import LINEAR_METHODS, METHODS, exact_sums, flatten_spec
 from quantkit.bench.prefill import PrefillBench, check_linears, prefill_model, run_prefill
 from quantkit.bench.report import environment
-from quantkit.bench.script import chosen, needed_gpu, run_script
 from quantkit.bench.shapes import model_linears, model_shape
 from quantkit.bench.timing import Timing, measure, peak_bandwidth, rotation_length
 from quantkit.cli.common import check_json_path
+from quantkit.cli.script import chosen, needed_gpu, run_script
 from quantkit.errors import BenchError
 from quantkit.formats.flatten import pack_nibbles
 from quantkit.formats.table import stored_bytes

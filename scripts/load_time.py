@@ -20,10 +20,10 @@ import torch
 from quantkit.bench.decode import shaped_model
 from quantkit.bench.methods import method_spec
 from quantkit.bench.report import environment
-from quantkit.bench.script import needed_gpu, run_script
 from quantkit.bench.shapes import model_shape
 from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, config_to_json
 from quantkit.cli.common import check_json_path, write_json
+from quantkit.cli.script import needed_gpu, run_script
 from quantkit.integrations.transformers import attach_config, load_checkpoint
 from quantkit.nn.quantized_linear import QuantizedLinear
 

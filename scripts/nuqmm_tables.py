@@ -18,9 +18,9 @@ import torch
 
 from quantkit.bench.kernels import LinearBench, LinearResult, run_linear
 from quantkit.bench.report import environment, to_json
-from quantkit.bench.script import chosen, needed_gpu, run_script
 from quantkit.bench.shapes import PAPER_SHAPES, LinearShape, parse_shapes
 from quantkit.cli.common import check_json_path
+from quantkit.cli.script import chosen, needed_gpu, run_script
 from quantkit.formats.bcq import ROW_WISE, BcqSpec
 from quantkit.formats.table import stored_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.bench.script import needed_gpu, run_script
+from quantkit.cli.script import needed_gpu, run_script
 from quantkit.ops.bcq_cuda import tensor_core_gemv
 from quantkit.ops.bcq_tiles import BcqTiles
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.bench.script import needed_gpu, run_script
 from quantkit.bench.timing import measure, rotation_length
 from quantkit.cli.common import check_json_path
+from quantkit.cli.script import needed_gpu, run_script
 from quantkit.cuda.bcq_units import GemvTile
 from quantkit.errors import KernelError
 from quantkit.ops.bcq_cuda import lut_gemv, tensor_core_gemv

@@ -23,9 +23,14 @@ SetOption = Annotated[
 ]
 
 
+def one_line(error: Exception) -> str:
+    """What the error says, without line ends."""
+    return " ".join(str(error).split())
+
+
 def fail(error: QuantkitError) -> typer.Exit:
     """Print the error as one line on stderr; raise what this returns."""
-    typer.echo(f"quantkit: error: {' '.join(str(error).split())}", err=True)
+    typer.echo(f"quantkit: error: {one_line(error)}", err=True)
     return typer.Exit(EXIT_USER_ERROR)
 
 

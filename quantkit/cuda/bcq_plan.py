@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, inf
 
-from quantkit.cuda.bcq_units import SOME_TOKENS, TILE_ROWS, GemvCase, GemvTile, gemv_tiles, gemv_unit
+from quantkit.cuda.bcq_units import FLOAT_BYTES, SOME_TOKENS, TILE_ROWS, GemvCase, GemvTile, gemv_tiles, gemv_unit
 from quantkit.cuda.device import OVERLAP_CAPABILITY, Gpu, shared_limit
 from quantkit.cuda.units import CompileUnit
 from quantkit.errors import KernelError
 
-_FLOAT_BYTES = 4
 _DEEP_PASSES = 2  # over K, at most, beside a deep ring
 _SUMS_SHARE = 0.2  # of a block's shared memory, for the warps' sums; more row tiles go to more blocks
 _RESIDENT_READS = 4 / 3  # what each of two such blocks reads at most, over the shared memory it has
@@ -93,7 +92,7 @@ def _passes(it: _Problem, tile: GemvTile) -> float:
 
 
 def _sum_bytes(case: GemvCase, tile: GemvTile) -> int:
-    return TILE_ROWS * case.tokens * _FLOAT_BYTES * tile.warps  # of a row tile
+    return TILE_ROWS * case.tokens * FLOAT_BYTES * tile.warps  # of a row tile
 
 
 def _most_row_tiles(it: _Problem, tile: GemvTile) -> int:

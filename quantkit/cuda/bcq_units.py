@@ -16,14 +16,14 @@ _INT8_SEGMENTS = SEGMENTS[1:]  # a sum of 256 codes does not fit into the 23 bit
 TILE_ROWS, TILE_COLUMNS = 16, 256
 _LANES, _VECTOR_BYTES = 32, 16
 _PLANE_BYTES = _LANES * _VECTOR_BYTES  # of one k tile: 16 planes of activations, or one plane of weights
-_FLOAT_BYTES = 4
+FLOAT_BYTES = 4
 # bcq_int8_gemv has a product per row for so many rows and groups narrower than half a tile; its records, per word of 32
 # columns: two bytes an element and 16 more, and 16 zeros for every 64 columns.
 _APART_TOKENS, _APART_SEGMENTS = 2, (64, 32)
 _APART_RECORD_BYTES = 2 * TILE_COLUMNS + (TILE_COLUMNS // 32 + TILE_COLUMNS // 64) * _VECTOR_BYTES
 LUT_BLOCK_TILES = 2  # k tiles whose tables a block of bcq_lut_gemv keeps
 LUT_WARPS = 8  # of such a block
-LUT_SHARED = LUT_BLOCK_TILES * TILE_COLUMNS // 8 * 256 * _FLOAT_BYTES  # a table of 256 sums for every 8 columns
+LUT_SHARED = LUT_BLOCK_TILES * TILE_COLUMNS // 8 * 256 * FLOAT_BYTES  # a table of 256 sums for every 8 columns
 _LUT_ROOMY_BITS = 3  # planes up to which the registers carry three blocks, as in the kernel's launch bounds
 _RING_SHARE, _RING_SHARE_TOKENS = 0.69, 0.38  # of a block's shared memory; the rest is for the planes of x
 _LEAST_WARPS, _MOST_WARPS = 4, 16

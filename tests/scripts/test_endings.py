@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.bench.script import run_script
+from quantkit.cli.script import run_script
 from tests.scripts.load import FOLDER, load_script
 
 GPU_SCRIPTS = (

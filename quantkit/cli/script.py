@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from quantkit.cli.common import EXIT_USER_ERROR, one_line
 from quantkit.errors import BenchError, QuantkitError
 from quantkit.recipe import nearest
-
-_EXIT_USER_ERROR = 2
 
 
 def run_script(main: Callable[[], None]) -> None:
@@ -18,8 +17,8 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         main()
     except (QuantkitError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(_EXIT_USER_ERROR)
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
 
 
 def needed_gpu() -> torch.device:
