@@ -80,8 +80,11 @@ def replaced_parts(model: Any, cache: Any, position: Tensor, parts: Parts) -> It
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, method: Callable[..., Any]) -> None:
+    if name in vars(owner):  # blocks that take batches in parts
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)
     setattr(owner, name, method)
-    stack.callback(delattr, owner, name)
 
 
 def _replace_attention(stack: ExitStack, model: Any) -> None:

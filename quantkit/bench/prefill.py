@@ -37,6 +37,7 @@ from quantkit.errors import BenchError
 from quantkit.formats.flatten import FlattenSpec
 from quantkit.formats.table import stored_bytes
 from quantkit.models.families import decoder_blocks
+from quantkit.nn.batch_parts import split_batches
 from quantkit.nn.fused_ffn import fuse_chains, fused_pairs
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.ops.flatten_kernels import REQUANTIZED_DTYPES
@@ -181,6 +182,7 @@ def prefill_model(name: str, shape: ModelShape, method: str, device: torch.devic
         blocks.append(block)
     model.config.num_hidden_layers = shape.layers
     fuse_chains(model)
+    split_batches(model)
     if method == INT8_ATTENTION:
         install_int8_attention(model)
     return model

@@ -22,6 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, config_from_json
 from quantkit.checkpoint.read import check_tensors, read_checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.nn.batch_parts import split_batches
 from quantkit.nn.fused_ffn import fuse_chains
 from quantkit.nn.quantized_linear import QuantizedLinear
 
@@ -71,6 +72,7 @@ class QuantkitQuantizer(HfQuantizer):
             if isinstance(module, QuantizedLinear):
                 module.settle()
         fuse_chains(model)
+        split_batches(model)
         attention = config_from_json(self.quantization_config.to_dict()).attention
         if attention:
             # Needs all of transformers, which is only half imported where its quantizers import this module.

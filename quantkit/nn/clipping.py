@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quantkit.formats.flatten import FlattenSpec, max_code, segment_capacity
+from quantkit.formats.flatten import max_code, segment_capacity
+from quantkit.nn.batch_parts import is_flatten
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.ops.flatten import integer_activations
 
@@ -36,7 +37,7 @@ def count_clipping(model: nn.Module) -> Iterator[dict[str, ClipCount]]:
     counts: dict[str, ClipCount] = {}
     handles = []
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear) and isinstance(module.spec, FlattenSpec):
+        if is_flatten(module):
             counts[name] = ClipCount()
             handles.append(module.register_forward_pre_hook(_counter(counts[name])))
     try:

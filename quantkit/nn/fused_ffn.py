@@ -8,13 +8,13 @@ them. Called on its own, each of the three computes what it always did.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.formats.flatten import FlattenSpec
 from quantkit.models.families import Chain, chains_of
+from quantkit.nn.batch_parts import is_flatten, is_watched
 from quantkit.nn.flatten_linear import ActCodes, requantized_forward, takes_codes
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.ops.activations import activation_name
@@ -46,7 +46,7 @@ class FusedPair:
         """Let the source return codes until ``disarm``, where all three are as they were and nobody watches them."""
         modules = self.source, self.between, self.target
         in_place = all(caller._modules.get(name) is module for name, module in zip(self.names, modules, strict=True))
-        watched = any(map(_is_watched, (*modules, self.between.inner)))
+        watched = any(map(is_watched, (*modules, self.between.inner)))
         if in_place and not watched and not torch.compiler.is_compiling() and self.is_ready():
             self.source.follower = self
 
@@ -90,7 +90,7 @@ def fused_pairs(model: nn.Module) -> dict[str, FusedPair]:
 def _join(block: nn.Module, chain: Chain) -> None:
     paths = chain.source, chain.activation, chain.target
     source, between, target = map(block.get_submodule, paths)
-    if isinstance(between, PassingActivation) or not (_is_flatten(source) and _is_flatten(target)):
+    if isinstance(between, PassingActivation) or not (is_flatten(source) and is_flatten(target)):
         return
     activation = activation_name(between)
     if activation is None:
@@ -102,15 +102,6 @@ def _join(block: nn.Module, chain: Chain) -> None:
     caller.add_module(names[1], pair.between)
     caller.register_forward_pre_hook(pair.arm)
     caller.register_forward_hook(pair.disarm, always_call=True)
-
-
-def _is_flatten(module: nn.Module) -> TypeGuard[QuantizedLinear]:
-    return isinstance(module, QuantizedLinear) and isinstance(module.spec, FlattenSpec)
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether hooks, or a forward that stands in for the class's (accelerate), expect plain tensors."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def _device(tensors: dict[str, Tensor]) -> torch.device:
