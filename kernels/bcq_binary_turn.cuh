@@ -183,6 +183,7 @@ struct BinaryProduct {
     using Shape = BinaryShape<kBits, kSegment, kScaleBits_, kSteps>;
     using Record = PlaneRecord<kSegment>;
     static constexpr int kScaleBits = kScaleBits_, kTokens = kTokens_, kSetRows = 1;
+    static constexpr bool kHoldsWord = kTokens == 1 && kSegment * 2 >= kTileColumns;  // others would spill
     const Lane<kBits, kSegment, kScaleBits, kSteps> own;
     float sums[kTokens][kLaneRows] = {};
 

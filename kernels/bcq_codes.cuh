@@ -113,35 +113,38 @@ struct Activations {
     int tokens;
     int column, columns;  // of the first record; of x: zeros behind the last
     int dtype, vectors;   // vectors: rows are 16-byte aligned and columns is a multiple of 8
+    bool loaded;          // each thread has its first word
 };
 
-// Records of `kTiles` k tiles of tokens from `x` on, by all threads of the block. setBytes: from the records of a set
-// of kSetRows tokens, which share theirs, to the next set's. Not inlined: it runs once per pass, and the caller's loops
-// keep their registers.
-template <class Record, int kTokens, int kSetRows>
-__device__ __noinline__ void makeRecords(const uint16* x, Activations part, int kTiles, unsigned char* records,
-                                         uint32 setBytes) {
-    const int words = kTiles * kWordsPerTileRow, all = words * part.tokens;
+// 32 elements of x as they come from memory.
+struct RawWord {
     uint32 pairs[kValuePairs];
-    int nextRow, nextWord;
-    auto load = [&](int index) {
+};
+
+// Records of `words` words per token of x, by all threads of the block. raw: word number threadIdx.x of the one token,
+// where part.loaded; the caller asks for it ahead of what would keep it waiting. setBytes: from the records of a set of
+// kSetRows tokens, which share theirs, to the next set's. Not inlined: it runs once per pass, and the caller's loops keep
+// their registers.
+template <class Record, int kTokens, int kSetRows>
+__device__ __noinline__ void makeRecords(const uint16* x, Activations part, int words, unsigned char* records,
+                                         uint32 setBytes, RawWord raw) {
+    const int all = words * part.tokens;
+    int index = threadIdx.x, nextRow = 0, nextWord = index;
+    auto load = [&] {
         nextRow = kTokens == 1 ? 0 : index / words;
         nextWord = index - nextRow * words;
         loadPairs(x + size_t(nextRow) * part.columns, part.column + nextWord * kBitsPerWord,
-                  index < all ? part.columns : 0, part.vectors, pairs);
+                  index < all ? part.columns : 0, part.vectors, raw.pairs);
     };
-    constexpr bool kAhead = kTokens > 1;  // load the next elements while some are worked on: one token is one turn
-    int index = threadIdx.x;
-    if (kAhead) load(index);
+    if (!part.loaded) load();
     for (int start = index / kWarpSize * kWarpSize; start < all; start += blockDim.x) {
-        if (!kAhead) load(index);
         Elements elements;
-        if (part.dtype == kFloat16) elements.take<kFloat16>(pairs);
-        else elements.take<kBfloat16>(pairs);
+        if (part.dtype == kFloat16) elements.take<kFloat16>(raw.pairs);
+        else elements.take<kBfloat16>(raw.pairs);
         const int row = nextRow, word = nextWord;
         const bool valid = index < all;
         index += blockDim.x;
-        if (kAhead) load(index);
+        load();  // the next elements, while these are worked on
         unsigned char* record = records + row / kSetRows * setBytes + word / kWordsPerTileRow * Record::kBytes;
         Record::write(elements, word % kWordsPerTileRow, valid, record, row % kSetRows);
     }

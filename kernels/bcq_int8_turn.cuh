@@ -26,7 +26,7 @@ template <int kBits, int kSegment, int kScaleBits_, int kTokens_, int kSteps>
 struct Int8Product {
     using Shape = TurnShape<kBits, kSegment, kScaleBits_, kSteps>;
     static constexpr int kScaleBits = kScaleBits_, kTokens = kTokens_, kSetRows = kTokens < kByteRows ? 1 : kByteRows;
-    static constexpr bool kApart = kSetRows == 1;
+    static constexpr bool kApart = kSetRows == 1, kHoldsWord = kTokens == 1;
     using Record = ByteRecord<kSegment, kApart>;
     static constexpr int kSets = kTokens / kSetRows, kHalfColumns = kTileColumns / 2, kProducts = 4;  // of half a tile
     static constexpr int kHalfGroups = kHalfColumns / kSegment, kHalfSegments = kApart ? 1 : kHalfGroups;

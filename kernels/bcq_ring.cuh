@@ -99,14 +99,17 @@ struct Weights {
     __device__ __forceinline__ void fetch(uint32 slot, uint32 tile, uint32 rowTile, uint32 steps) const {
         const uint4* source = signs + size_t(tile) * S::kSignVectors;
         const uint32 target = slot + lane * kVectorBytes;
+        constexpr int kVectors = S::kSteps * S::kBits;  // of a lane
+        const int vectors = steps * S::kBits;
+        if (S::kSteps == 1 || vectors == kVectors) {
 #pragma unroll
-        for (int step = 0; step < S::kSteps; ++step) {
-            if (step < steps) {
-#pragma unroll
-                for (int i = 0; i < S::kBits; ++i) {
-                    const int vector = step * S::kSignVectors + i * kWarpSize;
-                    copyAsyncOnce16(target + vector * kVectorBytes, source + vector);
-                }
+            for (int i = 0; i < kVectors; ++i) {
+                copyAsyncOnce16(target + i * kWarpSize * kVectorBytes, source + i * kWarpSize);
+            }
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < vectors; ++i) {
+                copyAsyncOnce16(target + i * kWarpSize * kVectorBytes, source + i * kWarpSize);
             }
         }
         const uint32 segments = S::kSteps == 1 ? S::kTurnSegments : steps * S::kTileSegments;
@@ -148,13 +151,16 @@ struct Problem {
     int vectors;            // x rows are 16-byte aligned and columns % 8 == 0
 };
 
-// A whole kernel. Product: kTokens rows of x at once, in sets of kSetRows whose tiles share a record of kRecord bytes.
+// A whole kernel. Product: kTokens rows of x at once, in sets of kSetRows whose tiles share a record of kRecord bytes;
+// kHoldsWord: one row, and registers for a word of it per thread while slots are filled.
 template <class Product, int kWarps, int kDepth>
 __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     static_assert(kDepth >= 2, "one slot is read while another is filled");
     using S = typename Product::Shape;
     constexpr int kThreads = kWarps * kWarpSize, kSteps = S::kSteps, kTokens = Product::kTokens;
     constexpr int kRecord = Product::Record::kBytes, kTileSums = kTileRows * kTokens;
+    // One row of x is asked for behind half of the first slots: what is on its way before it keeps it waiting.
+    constexpr int kFirstSlots = Product::kHoldsWord && kDepth > 2 ? (kDepth - 1) / 2 : kDepth - 1;
     extern __shared__ __align__(16) unsigned char shared[];
 
     const int lane = pinned(threadIdx.x % kWarpSize), warp = pinned(threadIdx.x / kWarpSize);
@@ -185,15 +191,17 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     float* sums = reinterpret_cast<float*>(records + kTokens / Product::kSetRows * setBytes);
 
     // The turn fetched next: its pass, row tile, place in the row, first tile counted through the block.
-    Pass ahead = passOf<kWarps, kSteps>(0, p.passTiles, ownTiles);
+    Pass turns = passOf<kWarps, kSteps>(0, p.passTiles, ownTiles), ahead = turns;
     int aheadPass = 0, aheadRow = ahead.firstRow, aheadTurn = ahead.firstTurn;
     uint32 aheadTile = aheadRow * kTiles + firstTile + aheadTurn * kSteps;
-    auto fetchSlot = [&](uint32 slot) {
+    auto skipToWork = [&] {  // past the passes that have no turn for this warp
         while (aheadRow >= rowTiles && aheadPass + 1 < passes) {
             ahead = passOf<kWarps, kSteps>(++aheadPass, p.passTiles, ownTiles);
             aheadRow = ahead.firstRow, aheadTurn = ahead.firstTurn;
             aheadTile = aheadRow * kTiles + firstTile + aheadPass * p.passTiles + aheadTurn * kSteps;
         }
+    };
+    auto fetchSlot = [&](uint32 slot) {
         if (aheadRow < rowTiles) {
             weights.fetch(slot, aheadTile, aheadRow, min(kSteps, ahead.width - aheadTurn * kSteps));
             aheadRow += ahead.rowStep, aheadTurn += ahead.turnStep;
@@ -205,8 +213,16 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
         }
         copyCommit();
     };
+    uint32 filled = firstSlot;  // pinned below: NVRTC 13.0 builds no valid copy to an address that is partly uniform
+    auto fetchSlots = [&](int count, bool skip) {
 #pragma unroll 1
-    for (int slot = 0; slot < kDepth - 1; ++slot) fetchSlot(firstSlot + slot * slotBytes);
+        for (int i = 0; i < count; ++i, filled = pinned(filled + slotBytes)) {
+            if (skip) skipToWork();
+            fetchSlot(filled);
+        }
+    };
+    const int firstSlots = passes == 1 ? kFirstSlots : kDepth - 1;  // no calls while x is in registers
+    fetchSlots(firstSlots, passes > 1);
     for (int i = threadIdx.x; i < rowTiles * kWarps * kTileSums; i += kThreads) sums[i] = 0.0f;
     // What is read behind the wait and at the end would come from memory. Before the wait, since writes meet in L2.
     const int prefetched = firstRowTile * kTileRows + threadIdx.x * kLineElements;
@@ -223,14 +239,22 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     Product product(lane, p.entries, groupBytes);
     waitForPriorKernels();  // from here on x may be read and y written
 
+    const uint16* x = p.x + size_t(firstToken) * p.columns;
+    Activations piece{min(kTokens, p.tokens - firstToken), firstTile * kTileColumns, p.columns, p.dtype, p.vectors,
+                      Product::kHoldsWord};
+    RawWord raw;
+    if constexpr (Product::kHoldsWord) {
+        const bool present = threadIdx.x < turns.turns * kSteps * kWordsPerTileRow;
+        loadPairs(x, piece.column + threadIdx.x * kBitsPerWord, present ? p.columns : 0, p.vectors, raw.pairs);
+        fetchSlots(kDepth - 1 - firstSlots, false);
+    }
+
     uint32 slot = firstSlot, emptySlot = endSlot - slotBytes;
     for (int pass = 0; pass < passes; ++pass) {
-        const Pass turns = passOf<kWarps, kSteps>(pass, p.passTiles, ownTiles);
+        if (pass > 0) turns = passOf<kWarps, kSteps>(pass, p.passTiles, ownTiles);
         makeRecords<typename Product::Record, kTokens, Product::kSetRows>(
-            p.x + size_t(firstToken) * p.columns,
-            {min(kTokens, p.tokens - firstToken), (firstTile + pass * p.passTiles) * kTileColumns, p.columns, p.dtype,
-             p.vectors},
-            turns.turns * kSteps, records, setBytes);
+            x, piece, turns.turns * kSteps * kWordsPerTileRow, records, setBytes, raw);
+        piece.column += p.passTiles * kTileColumns, piece.loaded = false;
         __syncthreads();
 
         constexpr uint32 kTurnBytes = kSteps * kRecord;
@@ -242,6 +266,7 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
         while (rowTile < rowTiles) {
             copyWait<kDepth - 2>();
             __syncwarp();  // the slot filled next was read by every lane
+            if (passes > 1) skipToWork();
             fetchSlot(emptySlot);
             if (rowTile != present) {
                 flushPresent();

@@ -28,7 +28,7 @@ binary_gemv: Gemv = partial(tensor_core_gemv, int8=False)
 int8_gemv: Gemv = partial(tensor_core_gemv, int8=True)
 Layout = tuple[int | None, ...]  # the fields of GemvTile
 LAYOUTS: dict[tuple[int, int], list[Layout]] = {  # by planes and rows
-    (1, 1): [(16, 4, 3, 1), (16, 4, 4, 1), (16, 4, 5, 1), (8, 4, 3, 2)],
+    (1, 1): [(16, 4, 3, 1), (16, 4, 4, 1), (12, 4, 4, 1), (8, 4, 3, 2)],
     (2, 1): [(16, 2, 3, 1), (16, 2, 4, 1), (16, 2, 5, 1), (8, 2, 4, 2)],
     (3, 1): [(16, 1, 4, 1), (16, 1, 6, 1), (16, 1, 7, 1), (8, 1, 4, 2)],
     (4, 1): [(16, 1, 3, 1), (16, 1, 4, 1), (16, 1, 5, 1), (8, 1, 4, 2)],

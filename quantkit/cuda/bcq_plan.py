@@ -6,13 +6,23 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, inf
 
-from quantkit.cuda.bcq_units import FLOAT_BYTES, SOME_TOKENS, TILE_ROWS, GemvCase, GemvTile, gemv_tiles, gemv_unit
+from quantkit.cuda.bcq_units import (
+    FLOAT_BYTES,
+    SOME_TOKENS,
+    TILE_ROWS,
+    WARP_TILES,
+    GemvCase,
+    GemvTile,
+    gemv_tiles,
+    gemv_unit,
+)
 from quantkit.cuda.device import OVERLAP_CAPABILITY, Gpu, shared_limit
 from quantkit.cuda.units import CompileUnit
 from quantkit.errors import KernelError
 
 _DEEP_PASSES = 2  # over K, at most, beside a deep ring
 _SUMS_SHARE = 0.2  # of a block's shared memory, for the warps' sums; more row tiles go to more blocks
+_UNEVEN = 1.1  # times the turns of a layout whose warps end together, which is taken then
 _RESIDENT_READS = 4 / 3  # what each of two such blocks reads at most, over the shared memory it has
 _SPLIT = 2  # blocks of a cluster that share row tiles; multiprocessors come in pairs
 _SPLIT_TILES = 96  # k tiles whose planes take longer by half than adding up through the cluster; for one token
@@ -44,19 +54,30 @@ class _Problem:
 def _table_tile(it: _Problem) -> GemvTile:
     first, *others = gemv_tiles(it.case, it.gpu.capability)
     own_row_tiles = ceil(it.row_tiles / it.gpu.processors)
-    # Two blocks where the next launch's first slots are a good part of what it reads at all.
+    # Two blocks where the next launch's first slots are a good part of what it reads at all, and no thread prepares
+    # more than one word of x.
     reads = own_row_tiles * it.k_tiles * it.case.tile_bytes(it.entries)
-    if reads <= _RESIDENT_READS * shared_limit(*it.gpu.capability, 2):
-        return next((tile for tile in others if tile.resident > 1), first)
+    pair = next((tile for tile in others if tile.resident > 1), first)
+    few = it.k_tiles <= pair.warps * WARP_TILES and reads <= _RESIDENT_READS * shared_limit(*it.gpu.capability, 2)
+    if few and pair.resident > 1:
+        return pair
     others = [tile for tile in others if tile.resident == 1]
     if it.case.tokens == 1:
         # A ring with room for more than half of what its warp reads is full before x is read, and little is left then.
         turns = own_row_tiles * it.k_tiles / (first.steps * first.warps)
-        deep = (tile for tile in others if tile.depth <= (turns + 1) / 2 and _passes(it, tile) <= _DEEP_PASSES)
-        return next(deep, first)
+        fitting = (tile for tile in others if tile.depth <= (turns + 1) / 2 and _passes(it, tile) <= _DEEP_PASSES)
+        deep = [tile for tile in fitting if tile.warps == first.warps][:1]
+        evener = [tile for tile in others if _turns(it, tile) * _UNEVEN <= _turns(it, first)]
+        return next(iter(evener + deep), first)
     if it.case.tokens == SOME_TOKENS:
         return min((first, *others), key=lambda tile: _passes(it, tile))
     return next((tile for tile in (first, *others) if own_row_tiles <= _most_row_tiles(it, tile)), first)
+
+
+def _turns(it: _Problem, tile: GemvTile) -> int:
+    """Of a block, those counted in which a warp has none while others have."""
+    own = ceil(it.row_tiles / it.gpu.processors) * ceil(it.k_tiles / tile.steps)
+    return ceil(own / tile.warps) * tile.warps
 
 
 def _cluster(it: _Problem, tile: GemvTile) -> int:

@@ -16,6 +16,7 @@ _INT8_SEGMENTS = SEGMENTS[1:]  # a sum of 256 codes does not fit into the 23 bit
 TILE_ROWS, TILE_COLUMNS = 16, 256
 _LANES, _VECTOR_BYTES = 32, 16
 _PLANE_BYTES = _LANES * _VECTOR_BYTES  # of one k tile: 16 planes of activations, or one plane of weights
+WARP_TILES = 4  # k tiles of x that a warp prepares at once, a word of 32 columns per lane
 FLOAT_BYTES = 4
 # bcq_int8_gemv has a product per row for so many rows and groups narrower than half a tile; its records, per word of 32
 # columns: two bytes an element and 16 more, and 16 zeros for every 64 columns.
@@ -29,6 +30,7 @@ _RING_SHARE, _RING_SHARE_TOKENS = 0.69, 0.38  # of a block's shared memory; the 
 _LEAST_WARPS, _MOST_WARPS = 4, 16
 _TURNS = {1: 4, 2: 2}  # planes: tiles per turn; otherwise one
 _MOST_DEPTH, _MANY_DEPTH = 4, 3  # slots of a ring; of one beside the records of 8 tokens
+_LONG_TURN, _OTHER_WARPS = 4, 12  # tiles; so long turns may come out even on so many warps only
 _DEEP_SHARE = 0.87  # of a block's shared memory, for a ring as deep as may be
 _CROWDED, _FEW_PLANES, _ROOMY_SEGMENT = 8, 4, 128  # where registers run short: tokens times planes, planes, segment
 _FINE_WARPS = 12  # at most, for groups of 32 from 4 planes on: 16 warps of 128 registers would spill
@@ -182,6 +184,8 @@ def gemv_tiles(case: GemvCase, capability: tuple[int, int]) -> tuple[GemvTile, .
             tiles.append(replace(tiles[0], depth=2))
         if case.tokens == 1 and not case.int8:
             tiles.append(_deep_tile(case, tiles[0], capability))
+            if tiles[0].steps >= _LONG_TURN:
+                tiles.append(replace(tiles[0], warps=_OTHER_WARPS, depth=_MOST_DEPTH))
     return tuple(dict.fromkeys(tiles))
 
 
