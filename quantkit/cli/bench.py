@@ -114,6 +114,8 @@ def decode(
     results = list(run_decode(DecodeBench(model, method, prompt, new, where)))
     print_facts(facts)
     _print_decode(results)
+    if method is not None and all(result.method == method for result in results):
+        typer.echo(f"quantkit: {model} in floating point does not fit into memory: not timed", err=True)
     write_json(json_path, to_json(facts, results=[asdict(result) for result in results]))
 
 

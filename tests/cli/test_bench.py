@@ -2,6 +2,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import torch
+
+from quantkit.bench import memory, shapes
+from quantkit.bench.shapes import ModelShape
 from tests.cli.calls import refusal, run
 
 
@@ -45,3 +50,16 @@ def test_prefill_runs_a_folder_and_refuses_bad_requests(tiny_model: Callable[[st
     assert [row["length"] for row in json.loads(out.read_text())["results"]] == [4, 8]
     assert "as stored" in result.stdout
     assert "unknown; choose fp16" in refusal("bench", "prefill", "opt-13b", "--method", "int3", *sizes)
+
+
+@pytest.mark.parametrize("packed_only", [True, False], ids=["packed-only", "both-fit"])
+def test_decode_says_that_floating_point_does_not_fit(packed_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = ModelShape("llama", layers=3, hidden=64, ffn=96, heads=4, kv_heads=2, vocabulary=100)
+    monkeypatch.setitem(shapes.MODELS, "tiny", tiny)
+    if packed_only:
+        whole = memory.model_bytes(tiny, torch.float32)
+        monkeypatch.setattr(memory, "free_bytes", lambda device: whole)
+    result = run("bench", "decode", "tiny", "--method", "bcq-w2-g32", "--prompt", 4, "--new", 4, "--device", "cpu")
+    assert result.exit_code == 0, result.stderr
+    assert ("tiny in floating point does not fit into memory: not timed" in result.stderr) == packed_only
+    assert ("tiny float" in result.stdout) != packed_only
