@@ -22,8 +22,6 @@ from quantkit.ops.activations import activation_name
 from quantkit.ops.decode import can_gate, gated
 from quantkit.ops.finish import Finish
 
-_TRANSFORMERS = "transformers.models."
-
 
 @dataclass(frozen=True)
 class QueryScale:
@@ -122,7 +120,7 @@ def fast_blocks(model: nn.Module) -> tuple[FastBlock, ...]:
 
 
 def _fast_block(block: nn.Module, row: ResidualBlock) -> FastBlock | None:
-    if type(block).__name__ not in row.classes or not type(block).__module__.startswith(_TRANSFORMERS):
+    if not row.describes(block):
         return None
     first, second = (fast_norm(block.get_submodule(name)) for name in row.norms)
     if first is None or second is None:

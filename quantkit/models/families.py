@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from quantkit.errors import ModelError
 
 LINEAR_TYPES = (nn.Linear, Conv1D)
+_TRANSFORMERS = "transformers.models."
 
 
 def _always(_config: Any) -> bool:
@@ -89,6 +90,10 @@ class ResidualBlock:
     gate: str | None = None
     scales_query: bool = False
     exact: Callable[[Any], bool] = _always
+
+    def describes(self, block: nn.Module) -> bool:
+        """Whether the block is of one of the classes, and not of a stranger's by that name."""
+        return type(block).__name__ in self.classes and type(block).__module__.startswith(_TRANSFORMERS)
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,10 @@ def split_batches(model: nn.Module) -> None:
 
     Only blocks of classes that the family table describes in full: of others it is not known what their arguments are.
     """
-    classes = {name for family in FAMILIES if family.block is not None for name in family.block.classes}
+    rows = [family.block for family in FAMILIES if family.block is not None]
     for block in model.modules():
-        if type(block).__name__ in classes and "forward" not in vars(block) and _holds_flatten(block):
+        known = any(row.describes(block) for row in rows)
+        if known and "forward" not in vars(block) and _holds_flatten(block):
             block.forward = PartedBlock(block).forward
 
 

@@ -216,6 +216,14 @@ def test_blocks_of_other_formats_or_families_are_left_alone() -> None:
         assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_blocks_that_only_share_a_name_are_left_alone() -> None:
+    model = _whole(_model("llama"))
+    (_, stranger), (_, known) = decoder_blocks(model)
+    stranger.__class__ = type("LlamaDecoderLayer", (type(stranger),), {"__module__": "somewhere.else"})
+    split_batches(model)
+    assert ["forward" in vars(block) for block in (stranger, known)] == [False, True]
+
+
 @pytest.mark.parametrize(("family", "recipe", "split"), [("opt", "flatten-o1", True), ("opt", "bcq-w4-g128", False)])
 @torch.no_grad()
 def test_checkpoints_load_so(
