@@ -60,7 +60,7 @@ struct Int8Product {
 
     // The bytes of product `product` of the segment: registers 0 and 2 of A, from a row's word.
     __device__ __forceinline__ uint2 bytes(uint32 word, int product) const {
-        if constexpr (kHalfSegments == 1) return make_uint2(tables[product](word), tables[product](word >> 16));
+        if constexpr (kHalfSegments == 1) return make_uint2(tables[product](word), tables[product](upperHalf(word)));
         else return make_uint2(tables[2 * product](word), tables[2 * product + 1](word));
     }
 

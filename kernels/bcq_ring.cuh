@@ -7,18 +7,22 @@
 // else; the first slots are in flight while the records are made. Two resident blocks of successive launches per
 // multiprocessor (kResident = 2) let the next kernel's slots fill while this one ends. K too long for shared memory is
 // taken in passes of `passTiles` k tiles. Every warp has its own sum of every row; they are added in warp order at the
-// end: fp32, no atomics, repeatable bit for bit. Where rows are long, a cluster of blocks shares a range of row tiles,
-// so that each makes the records of a part of x only; they add their sums through each other's memory.
+// end: fp32, no atomics, repeatable bit for bit. Where records are much work, a cluster of two blocks shares a range of
+// row tiles, so that each makes those of half of x only; each finishes half of the sums, which the other one sends it.
 //
-//   shared memory: ring [warp][kDepth] {signs [step][plane][lane] uint4, scales [step][segment][g][entry][2]}
+//   shared memory: mailbox of a cluster's block
+//                  ring [warp][kDepth] {signs [step][plane][lane] uint4, scales [step][segment][g][entry][2]}
 //                  records [set of tokens][k tile]
 //                  sums [row tile][warp][row][token] fp32
+//                  received from the other block of a cluster: half of [row tile][row][token] fp32
 #pragma once
 #include "bcq_codes.cuh"
+#include "cluster.cuh"
 #include "finish.cuh"
 #include "mma.cuh"
 
 constexpr int kVectorBytes = sizeof(uint4);
+constexpr int kMailboxBytes = kClusters ? 128 : 0;  // slots that are off whole lines take 15 % longer to fill
 constexpr int kLineBytes = 128, kLineElements = kLineBytes / sizeof(uint16);
 
 // The same value, which the compiler keeps instead of computing it again at every use.
@@ -162,6 +166,8 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     // One row of x is asked for behind half of the first slots: what is on its way before it keeps it waiting.
     constexpr int kFirstSlots = Product::kHoldsWord && kDepth > 2 ? (kDepth - 1) / 2 : kDepth - 1;
     extern __shared__ __align__(16) unsigned char shared[];
+    Mailbox& mailbox = *reinterpret_cast<Mailbox*>(shared);
+    unsigned char* rings = shared + kMailboxBytes;
 
     const int lane = pinned(threadIdx.x % kWarpSize), warp = pinned(threadIdx.x / kWarpSize);
     // A division is some 25 instructions, which every warp would run before its first fetch: none here but where x comes
@@ -185,9 +191,9 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
         offset ? (1u << 16) / S::groupVectors(1) + 1 : (1u << 16) / S::groupVectors(0) + 1,
         p.groupMagic == 0 && p.groups == kTiles * S::kTileSegments};
     const uint32 slotBytes = pinned(S::kSignBytes + S::kTurnSegments * groupBytes), ringBytes = kDepth * slotBytes;
-    const uint32 firstSlot = pinned(sharedAddress(shared) + warp * ringBytes), endSlot = pinned(firstSlot + ringBytes);
-    unsigned char* records = shared + kWarps * ringBytes;
-    const uint32 setBytes = p.passTiles * kRecord;
+    const uint32 firstSlot = pinned(sharedAddress(rings) + warp * ringBytes), endSlot = pinned(firstSlot + ringBytes);
+    unsigned char* records = rings + kWarps * ringBytes;
+    const uint32 setBytes = pinned(p.passTiles * kRecord);
     float* sums = reinterpret_cast<float*>(records + kTokens / Product::kSetRows * setBytes);
 
     // The turn fetched next: its pass, row tile, place in the row, first tile counted through the block.
@@ -235,9 +241,14 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
             prefetchL2(p.x + size_t(firstToken) * p.columns + i);
         }
     }
+    if (clusterBlocks() > 1) {
+        if (threadIdx.x == 0) mailbox.prepare();
+        mailbox.arrive();
+    }
     allowNextKernel();
     Product product(lane, p.entries, groupBytes);
     waitForPriorKernels();  // from here on x may be read and y written
+    if (clusterBlocks() > 1) mailbox.waitForOthers();
 
     const uint16* x = p.x + size_t(firstToken) * p.columns;
     Activations piece{min(kTokens, p.tokens - firstToken), firstTile * kTileColumns, p.columns, p.dtype, p.vectors,
@@ -282,29 +293,38 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
         __syncthreads();
     }
 
-    if (parts > 1) clusterBarrier();
-    for (int i = part * kThreads + threadIdx.x; i < rowTiles * kTileSums; i += parts * kThreads) {
-        const int rowTile = i / kTileSums, element = i % kTileSums;
-        const int n = (firstRowTile + rowTile) * kTileRows + element / kTokens, m = firstToken + element % kTokens;
-        const bool inside = n < p.rows && m < p.tokens;  // records of tokens behind the last were never made
-        const size_t place = size_t(m) * p.rows + n;
-        const float shift = inside && p.bias ? shortToFloat(p.bias[n], p.dtype) : 0.0f;
-        const float kept = inside && p.residual ? shortToFloat(p.residual[place], p.dtype) : 0.0f;
-        float value = 0.0f;
-        const float* own = sums + rowTile * kWarps * kTileSums + element;
-        if (parts == 1) {
+    // What an element of the row tiles adds up to in this block, in warp order.
+    auto blockSum = [&](int i) {
+        const float* own = sums + i / kTileSums * kWarps * kTileSums + i % kTileSums;
+        float sum = 0.0f;
 #pragma unroll
-            for (int w = 0; w < kWarps; ++w) value += own[w * kTileSums];
-        } else {
-            for (uint32 rank = 0; rank < parts; ++rank) {
-#pragma unroll
-                for (int w = 0; w < kWarps; ++w) value += loadClusterFloat(sharedAddress(own + w * kTileSums), rank);
-            }
+        for (int w = 0; w < kWarps; ++w) sum += own[w * kTileSums];
+        return sum;
+    };
+    // Blocks of a cluster finish half of the elements each, and get what the other one has of them. What is read or worked
+    // out again here is in no register until then.
+    const uint32 blocks = clusterBlocks(), rank = clusterRank();
+    const int elements = pinned(rowTiles) * kTileSums >> (blocks - 1), firstElement = rank * elements;
+    float* received = sums + rowTiles * kWarps * kTileSums;
+    if (blocks > 1) {
+        if (threadIdx.x == 0) mailbox.expect(elements * sizeof(float));
+        const int others = elements - firstElement;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < elements; i += kThreads) {
+            mailbox.send(sharedAddress(received + i), blockSum(others + i), rank ^ 1);
         }
-        if (inside) {
-            value *= rowFactor<Product::kScaleBits>(p.factors, firstRowTile + rowTile, element / kTokens);
-            p.y[place] = finished(p.bias ? value + shift : value, p.activation, p.residual, kept, p.dtype);
-        }
+        mailbox.receive();
     }
-    if (parts > 1) clusterBarrier();  // until the others have read this block's sums
+    for (int i = threadIdx.x; i < elements; i += kThreads) {
+        const int place = firstElement + i, rowTile = place / kTileSums, element = place % kTileSums;
+        const int n = (firstRowTile + rowTile) * kTileRows + element / kTokens, m = firstToken + element % kTokens;
+        if (n >= p.rows || m >= p.tokens) continue;  // records of tokens behind the last were never made
+        const size_t output = size_t(m) * p.rows + n;
+        const float shift = p.bias ? shortToFloat(p.bias[n], p.dtype) : 0.0f;
+        const float kept = p.residual ? shortToFloat(p.residual[output], p.dtype) : 0.0f;
+        float value = blockSum(place);
+        if (blocks > 1) value += received[i];
+        value *= rowFactor<Product::kScaleBits>(p.factors, firstRowTile + rowTile, element / kTokens);
+        p.y[output] = finished(p.bias ? value + shift : value, p.activation, p.residual, kept, p.dtype);
+    }
 }

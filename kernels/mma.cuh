@@ -149,6 +149,13 @@ __device__ __forceinline__ int addHalves(uint32 halves, int sum) {
     return sum;
 }
 
+// The upper half of a word. By a product, as shifts share a pipe with byte permutations.
+__device__ __forceinline__ uint32 upperHalf(uint32 word) {
+    uint32 half;
+    asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(half) : "r"(word), "r"(0x0100), "r"(0));
+    return half;
+}
+
 // sum + all four signed bytes of a word.
 __device__ __forceinline__ int addBytes(uint32 bytes, int sum) {
     asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(sum) : "r"(bytes), "r"(0x01010101));
@@ -221,37 +228,4 @@ __device__ __forceinline__ void allowNextKernel() {
 // Bring the line of an address into L2.
 __device__ __forceinline__ void prefetchL2(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" :: "l"(address));
-}
-
-// Blocks of this block's cluster and its number in it; 1 and 0 without clusters.
-__device__ __forceinline__ uint32 clusterBlocks() {
-    uint32 count = 1;
-#if __CUDA_ARCH__ >= 900
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
-#endif
-    return count;
-}
-__device__ __forceinline__ uint32 clusterRank() {
-    uint32 rank = 0;
-#if __CUDA_ARCH__ >= 900
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-#endif
-    return rank;
-}
-
-// Wait for all threads of the cluster; they see each other's shared memory as it was before.
-__device__ __forceinline__ void clusterBarrier() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
-
-// A float of block `rank` of the cluster, at the address that it has in this block.
-__device__ __forceinline__ float loadClusterFloat(uint32 shared, uint32 rank) {
-    float value = 0.0f;
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{\n.reg .u32 place;\nmapa.shared::cluster.u32 place, %1, %2;\n"
-                 "ld.shared::cluster.f32 %0, [place];\n}" : "=f"(value) : "r"(shared), "r"(rank) : "memory");
-#endif
-    return value;
 }

@@ -21,11 +21,12 @@ from quantkit.cuda.units import CompileUnit
 from quantkit.errors import KernelError
 
 _DEEP_PASSES = 2  # over K, at most, beside a deep ring
-_SUMS_SHARE = 0.2  # of a block's shared memory, for the warps' sums; more row tiles go to more blocks
+_SUMS_SHARE = {1: 0.2, 2: 0.3}  # of shared memory, by blocks of a cluster; more row tiles go to more blocks
 _UNEVEN = 1.1  # times the turns of a layout whose warps end together, which is taken then
 _RESIDENT_READS = 4 / 3  # what each of two such blocks reads at most, over the shared memory it has
 _SPLIT = 2  # blocks of a cluster that share row tiles; multiprocessors come in pairs
-_SPLIT_TILES = 96  # k tiles whose planes take longer by half than adding up through the cluster; for one token
+_MAILBOX_BYTES = 128  # of bcq_ring.cuh, in every block where there are clusters
+_SPLIT_TILES = 80  # k tiles whose planes take longer by half than what a cluster costs; for one or two tokens
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class _Problem:
 
 def _table_tile(it: _Problem) -> GemvTile:
     first, *others = gemv_tiles(it.case, it.gpu.capability)
+    clusters = [tile for tile in others if tile.cluster is not None and _costs(it, tile) <= _costs(it, first)]
+    if clusters:
+        return min(clusters, key=lambda tile: _turns(it, tile) * tile.steps)
+    others = [tile for tile in others if tile.cluster is None]
     own_row_tiles = ceil(it.row_tiles / it.gpu.processors)
     # Two blocks where the next launch's first slots are a good part of what it reads at all, and no thread prepares
     # more than one word of x.
@@ -69,23 +74,32 @@ def _table_tile(it: _Problem) -> GemvTile:
         deep = [tile for tile in fitting if tile.warps == first.warps][:1]
         evener = [tile for tile in others if _turns(it, tile) * _UNEVEN <= _turns(it, first)]
         return next(iter(evener + deep), first)
-    if it.case.tokens == SOME_TOKENS:
-        return min((first, *others), key=lambda tile: _passes(it, tile))
     return next((tile for tile in (first, *others) if own_row_tiles <= _most_row_tiles(it, tile)), first)
 
 
 def _turns(it: _Problem, tile: GemvTile) -> int:
     """Of a block, those counted in which a warp has none while others have."""
-    own = ceil(it.row_tiles / it.gpu.processors) * ceil(it.k_tiles / tile.steps)
+    own = _own_row_tiles(it, tile) * ceil(ceil(it.k_tiles / _cluster(it, tile)) / tile.steps)
     return ceil(own / tile.warps) * tile.warps
+
+
+def _own_row_tiles(it: _Problem, tile: GemvTile) -> int:
+    """Of a block, or of a cluster, if all run at once."""
+    return ceil(it.row_tiles / max(1, it.gpu.processors // _cluster(it, tile)))
+
+
+def _costs(it: _Problem, tile: GemvTile) -> tuple[int, float]:
+    """How often x is prepared: rounds of blocks, passes over K."""
+    return ceil(_own_row_tiles(it, tile) / _most_row_tiles(it, tile)), _passes(it, tile)
 
 
 def _cluster(it: _Problem, tile: GemvTile) -> int:
     if it.gpu.capability < OVERLAP_CAPABILITY:
         return 1
     if tile.cluster is not None:
-        return tile.cluster
-    return _SPLIT if it.k_tiles >= _SPLIT_TILES and it.case.tokens == tile.resident == 1 else 1
+        return min(tile.cluster, it.k_tiles)
+    few = it.case.tokens < SOME_TOKENS and tile.resident == 1
+    return _SPLIT if few and it.k_tiles >= _SPLIT_TILES else 1
 
 
 def _ranges(it: _Problem, tile: GemvTile) -> int:
@@ -101,8 +115,10 @@ def _ranges(it: _Problem, tile: GemvTile) -> int:
 def _shared_bytes(it: _Problem, tile: GemvTile, record_tiles: int) -> int:
     """Of a block that keeps the records of so many k tiles at once."""
     ring = tile.warps * tile.steps * tile.depth * it.case.tile_bytes(it.entries)
-    sums = _sum_bytes(it.case, tile) * ceil(it.row_tiles / _ranges(it, tile))
-    return ring + sums + it.case.record_bytes * record_tiles
+    received = _sum_bytes(it.case) // 2 if _cluster(it, tile) > 1 else 0  # of the other block
+    sums = (tile.warps * _sum_bytes(it.case) + received) * ceil(it.row_tiles / _ranges(it, tile))
+    mailbox = _MAILBOX_BYTES if it.gpu.capability >= OVERLAP_CAPABILITY else 0
+    return mailbox + ring + sums + it.case.record_bytes * record_tiles
 
 
 def _passes(it: _Problem, tile: GemvTile) -> float:
@@ -112,13 +128,14 @@ def _passes(it: _Problem, tile: GemvTile) -> float:
     return ceil(ceil(it.k_tiles / _cluster(it, tile)) / fitting) if fitting > 0 else inf
 
 
-def _sum_bytes(case: GemvCase, tile: GemvTile) -> int:
-    return TILE_ROWS * case.tokens * FLOAT_BYTES * tile.warps  # of a row tile
+def _sum_bytes(case: GemvCase) -> int:
+    return TILE_ROWS * case.tokens * FLOAT_BYTES  # of a row tile
 
 
 def _most_row_tiles(it: _Problem, tile: GemvTile) -> int:
     """How many row tiles a block can keep the sums of."""
-    return max(1, int(shared_limit(*it.gpu.capability, tile.resident) * _SUMS_SHARE) // _sum_bytes(it.case, tile))
+    share = _SUMS_SHARE[_cluster(it, tile)]
+    return max(1, int(shared_limit(*it.gpu.capability, tile.resident) * share) // (tile.warps * _sum_bytes(it.case)))
 
 
 def _leave_one(row_tiles: int, ranges: int) -> int:

@@ -45,7 +45,16 @@ _INT8_WARPS = {
     4: ((8, 12),),
     8: ((4, 12), (8, 8)),
 }
-SOME_TOKENS = 4  # whose records leave little room for the ring
+SOME_TOKENS = 4  # at least, whose records two blocks share
+# Their layouts by tokens and whether groups are narrow: planes up to, then warps and tiles per slot. What is on its way
+# keeps x waiting, so rings are short; sums of more warps would leave too little room beside 8 tokens.
+_CLUSTER_LAYOUTS = {
+    (4, False): ((1, ((12, 4), (16, 4))), (2, ((12, 4), (16, 2))), (4, ((12, 2),)), (8, ((12, 1),))),
+    (4, True): ((1, ((12, 4),)), (2, ((12, 2),)), (8, ((12, 1), (8, 1)))),
+    (8, False): ((1, ((8, 4),)), (4, ((8, 2),)), (8, ((8, 1),))),
+    (8, True): ((1, ((8, 4),)), (2, ((8, 2),)), (8, ((8, 1),))),
+}
+_CLUSTER_DEPTH = 2
 _MANY_TOKENS, _FEWER_WARPS = 8, 8  # warps for so many tokens where more could not keep the sums of a block's row tiles
 _RESIDENT_WARPS = 8  # where two blocks share a multiprocessor
 
@@ -174,15 +183,22 @@ def _deep_tile(case: GemvCase, tile: GemvTile, capability: tuple[int, int]) -> G
     return replace(tile, depth=max(tile.depth, int(shared_limit(*capability) * _DEEP_SHARE) // slot))
 
 
+def _cluster_tiles(case: GemvCase) -> list[GemvTile]:
+    """For clusters of two blocks, which prepare half of x each."""
+    table = _CLUSTER_LAYOUTS[case.tokens, case.segment < _ROOMY_SEGMENT]
+    layouts = next(layouts for planes, layouts in table if case.weight_bits <= planes)
+    return [GemvTile(*layout, _CLUSTER_DEPTH, cluster=2) for layout in layouts]
+
+
 def gemv_tiles(case: GemvCase, capability: tuple[int, int]) -> tuple[GemvTile, ...]:
     """The layouts that there are for an instance, the one that suits any weight first."""
     tiles = [gemv_tile(case, capability, resident) for resident in residencies(case, capability)]
     if case.tokens == _MANY_TOKENS:
         tiles.append(gemv_tile(case, capability, most_warps=_FEWER_WARPS))
-    if case.segment >= _ROOMY_SEGMENT and capability >= OVERLAP_CAPABILITY:
-        if case.tokens == SOME_TOKENS:
-            tiles.append(replace(tiles[0], depth=2))
-        if case.tokens == 1 and not case.int8:
+    if capability >= OVERLAP_CAPABILITY:
+        if case.tokens >= SOME_TOKENS:
+            tiles += _cluster_tiles(case)
+        if case.tokens == 1 and not case.int8 and case.segment >= _ROOMY_SEGMENT:
             tiles.append(_deep_tile(case, tiles[0], capability))
             if tiles[0].steps >= _LONG_TURN:
                 tiles.append(replace(tiles[0], warps=_OTHER_WARPS, depth=_MOST_DEPTH))
@@ -234,5 +250,4 @@ def bcq_units(major: int, minor: int) -> Iterator[CompileUnit]:
             for fine in (False, True):
                 yield lut_unit(weight_bits, fine, scale_bits)
             for case in _gemv_cases(weight_bits, scale_bits):
-                for tile in gemv_tiles(case, (major, minor)):
-                    yield gemv_unit(case, tile)
+                yield from dict.fromkeys(gemv_unit(case, tile) for tile in gemv_tiles(case, (major, minor)))

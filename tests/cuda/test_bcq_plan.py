@@ -42,9 +42,8 @@ def test_long_rows_are_split_where_there_are_clusters() -> None:
     assert (split.cluster, split.blocks, split.pass_tiles) == (2, 130, 56)
     assert plan_gemv(case, gpu=Gpu((8, 0), 132), **sizes).cluster == 1
     assert plan_gemv(case, gpu=H200, entries=5, tile_counts=(448, 28)).cluster == 1
-    assert plan_gemv(GemvCase(4, 128, 16, 2), gpu=H200, **sizes).cluster == 1  # measured: slower
     pairs = GemvTile(12, 1, 2, cluster=2)
-    assert plan_gemv(GemvCase(4, 128, 16, 8, int8=True), gpu=H200, tile=pairs, **sizes).cluster == 2
+    assert plan_gemv(GemvCase(4, 128, 16, 1), gpu=H200, entries=5, tile_counts=(448, 28), tile=pairs).cluster == 2
 
 
 def test_one_multiprocessor_is_left_to_small_kernels_where_that_is_free() -> None:
@@ -79,16 +78,40 @@ def test_rings_are_deep_where_there_is_much_to_read(bits: int, size: int, expect
     assert (warps, depth, resident) == expected
 
 
-def test_a_ring_gives_way_to_the_records_of_four_tokens() -> None:
-    """At 16384 columns three slots would leave room for half the records, and x would be prepared in two passes."""
+@pytest.mark.parametrize(
+    ("bits", "size", "expected"),
+    [
+        *[(1, 256, (12, 4, 2)), (1, 768, (12, 4, 2)), (1, 1024, (16, 4, 2))],
+        *[(2, 512, (16, 2, 2)), (2, 768, (12, 4, 2))],
+        (4, 1024, (12, 2, 2)),
+    ],
+    ids=lambda value: str(value),
+)
+def test_pairs_of_blocks_prepare_half_of_four_tokens_each(bits: int, size: int, expected: tuple[int, int, int]) -> None:
+    """(warps, tiles per slot, slots) that were fastest at size row tiles x size / 16 k tiles, all in one pass."""
+    k_tiles = size // 16
+    plan = plan_gemv(GemvCase(bits, 128, 16, 4, int8=True), entries=bits, tile_counts=(size, k_tiles), gpu=H200)
+    assert plan.unit.arguments[-4:-1] == expected
+    assert (plan.cluster, plan.blocks, plan.pass_tiles) == (2, 132, k_tiles // 2)
+
+
+@pytest.mark.parametrize(("bits", "warps"), [(4, 12), (8, 8)], ids=lambda value: str(value))
+def test_pairs_for_narrow_groups_have_as_many_warps_as_let_x_come_in_one_pass(bits: int, warps: int) -> None:
+    plan = plan_gemv(GemvCase(bits, 32, 16, 4, int8=True), entries=bits, tile_counts=(768, 48), gpu=H200)
+    assert (plan.warps, plan.cluster, plan.pass_tiles) == (warps, 2, 24)
+
+
+def test_blocks_stay_alone_where_pairs_would_prepare_x_twice_or_cannot_halve_it() -> None:
     case = GemvCase(2, 128, 16, 4, int8=True)
-    plans = [plan_gemv(case, entries=2, tile_counts=(16 * k, k), gpu=H200) for k in (48, 64)]
-    assert [(plan.unit.arguments[-2], plan.pass_tiles) for plan in plans] == [(3, 48), (2, 64)]
+    sizes = [(1792, 28), (64, 1), (768, 48)]  # more row tiles than sums find room for; one k tile; enough of both
+    plans = [plan_gemv(case, entries=2, tile_counts=counts, gpu=H200) for counts in sizes]
+    assert [plan.cluster for plan in plans] == [1, 1, 2]
+    assert plan_gemv(case, entries=2, tile_counts=sizes[-1], gpu=Gpu((8, 0), 132)).cluster == 1
 
 
 @pytest.mark.parametrize(
     ("tokens", "row_tiles", "expected"),
-    [(8, 768, (12, 132)), (8, 1024, (8, 132)), (8, 1792, (12, 264)), (4, 1024, (12, 132)), (1, 8016, (16, 264))],
+    [(8, 768, (8, 132)), (8, 1024, (8, 132)), (8, 1792, (8, 264)), (4, 1024, (12, 132)), (1, 8016, (16, 264))],
     ids=lambda value: str(value),
 )
 def test_blocks_come_in_whole_rounds_one_where_a_layout_allows(
