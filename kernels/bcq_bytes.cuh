@@ -104,8 +104,8 @@ struct ByteRecord {
 
     // Bytes of 32 values per lane, word `word` of the tile row; the lanes of a segment are neighbours. Whole warps call
     // it. valid: whether to write. row: of the four.
-    static __device__ __forceinline__ void write(const Elements& x, int word, bool valid, unsigned char* record,
-                                                 int row) {
+    static __device__ __forceinline__ void write(const Elements& x, uint32 word, bool valid, unsigned char* record,
+                                                 uint32 row) {
         const WordBytes bytes = wordBytes<kLanes>(x);
         if (!valid) return;
 
@@ -124,7 +124,8 @@ struct ByteRecord<kSegment, true> {
     static constexpr int kZeros = kTileQuads * kByteKinds, kPairBytes = (kZeros + 1) * sizeof(uint4);
     static constexpr int kAbout = 2 * kPairBytes, kHalf = kAbout + kTileQuads * sizeof(uint4), kBytes = 2 * kHalf;
 
-    static __device__ __forceinline__ void write(const Elements& x, int word, bool valid, unsigned char* record, int) {
+    static __device__ __forceinline__ void write(const Elements& x, uint32 word, bool valid, unsigned char* record,
+                                                 uint32) {
         const WordBytes bytes = wordBytes<1>(x);
         if (!valid) return;
 

@@ -56,22 +56,19 @@ __device__ __forceinline__ int segmentSum(int value) {
     return value;
 }
 
-// 32 consecutive elements of x, two a register; zeros behind `columns`.
-__device__ __forceinline__ void loadPairs(const uint16* x, int first, int columns, bool vectors,
-                                          uint32 (&pairs)[kValuePairs]) {
-    if (vectors) {  // columns is a multiple of 8 and x is 16-byte aligned: a vector is inside or outside
+// 32 elements of x from `x` on, two a register, of which `present` are there; zeros for the others.
+__device__ __forceinline__ void loadPairs(const uint16* x, int present, bool vectors, uint32 (&pairs)[kValuePairs]) {
+    if (vectors) {  // present is a multiple of 8 and x is 16-byte aligned: a vector is inside or outside
 #pragma unroll
         for (int v = 0; v < kValuesPerThread / kVectorValues; ++v) {
-            const int column = first + v * kVectorValues;
             uint4 raw = make_uint4(0, 0, 0, 0);
-            if (column < columns) raw = *reinterpret_cast<const uint4*>(x + column);
+            if (v * kVectorValues < present) raw = *reinterpret_cast<const uint4*>(x + v * kVectorValues);
             pairs[4 * v] = raw.x, pairs[4 * v + 1] = raw.y, pairs[4 * v + 2] = raw.z, pairs[4 * v + 3] = raw.w;
         }
     } else {
 #pragma unroll
         for (int i = 0; i < kValuePairs; ++i) {
-            const int column = first + 2 * i;
-            const uint32 low = column < columns ? x[column] : 0, high = column + 1 < columns ? x[column + 1] : 0;
+            const uint32 low = 2 * i < present ? x[2 * i] : 0, high = 2 * i + 1 < present ? x[2 * i + 1] : 0;
             pairs[i] = low | high << 16;
         }
     }
@@ -89,10 +86,13 @@ __device__ __forceinline__ void pairsToFloats(const uint32 (&pairs)[kValuePairs]
 // The largest magnitude as the bits of a float; as bits NaN > Inf > every number.
 template <int kDtype>
 __device__ __forceinline__ uint32 largestMagnitude(const uint32 (&pairs)[kValuePairs]) {
-    uint32 most = 0;
+    constexpr int kChains = 4;  // one would wait for itself at every step
+    uint32 most[kChains] = {};
 #pragma unroll
-    for (int i = 0; i < kValuePairs; ++i) most = largerMagnitudes<kDtype>(most, pairs[i]);
-    const float low = shortToFloat(uint16(most), kDtype), high = shortToFloat(uint16(most >> 16), kDtype);
+    for (int i = 0; i < kValuePairs; ++i) most[i % kChains] = largerMagnitudes<kDtype>(most[i % kChains], pairs[i]);
+#pragma unroll
+    for (int i = 1; i < kChains; ++i) most[0] = largerMagnitudes<kDtype>(most[0], most[i]);
+    const float low = shortToFloat(uint16(most[0]), kDtype), high = shortToFloat(uint16(most[0] >> 16), kDtype);
     return __float_as_uint(largerMagnitude(low, high));
 }
 
@@ -128,24 +128,30 @@ struct RawWord {
 template <class Record, int kTokens, int kSetRows>
 __device__ __noinline__ void makeRecords(const uint16* x, Activations part, int words, unsigned char* records,
                                          uint32 setBytes, RawWord raw) {
-    const int all = words * part.tokens;
-    int index = threadIdx.x, nextRow = 0, nextWord = index;
-    auto load = [&] {
-        nextRow = kTokens == 1 ? 0 : index / words;
-        nextWord = index - nextRow * words;
-        loadPairs(x + size_t(nextRow) * part.columns, part.column + nextWord * kBitsPerWord,
-                  index < all ? part.columns : 0, part.vectors, raw.pairs);
+    // Blocks have about as many threads as one or two rows have words: subtracting is shorter than a division.
+    int row = 0, word = threadIdx.x;
+    auto findRow = [&] {
+        if constexpr (kTokens == 1) row = word >= words;
+        else while (word >= words && row < part.tokens) word -= words, ++row;
     };
+    auto load = [&] {
+        const int column = part.column + word * kBitsPerWord;
+        loadPairs(x + uint32(row * part.columns) + column, row < part.tokens ? part.columns - column : 0, part.vectors,
+                  raw.pairs);
+    };
+    findRow();
     if (!part.loaded) load();
-    for (int start = index / kWarpSize * kWarpSize; start < all; start += blockDim.x) {
+    const int all = words * part.tokens;
+    for (int start = threadIdx.x / kWarpSize * kWarpSize; start < all; start += blockDim.x) {
         Elements elements;
         if (part.dtype == kFloat16) elements.take<kFloat16>(raw.pairs);
         else elements.take<kBfloat16>(raw.pairs);
-        const int row = nextRow, word = nextWord;
-        const bool valid = index < all;
-        index += blockDim.x;
-        load();  // the next elements, while these are worked on
-        unsigned char* record = records + row / kSetRows * setBytes + word / kWordsPerTileRow * Record::kBytes;
-        Record::write(elements, word % kWordsPerTileRow, valid, record, row % kSetRows);
+        const uint32 ownRow = row, ownWord = word;
+        const bool valid = row < part.tokens;
+        word += blockDim.x;
+        findRow();
+        if (start + int(blockDim.x) < all) load();  // the next elements, while these are worked on
+        unsigned char* record = records + ownRow / kSetRows * setBytes + ownWord / kWordsPerTileRow * Record::kBytes;
+        Record::write(elements, ownWord % kWordsPerTileRow, valid, record, ownRow % kSetRows);
     }
 }

@@ -57,7 +57,8 @@ struct PlaneRecord {
 
     // Planes of 32 values per lane, word `word` of the tile row; the lanes of a segment are neighbours. Whole warps
     // call it. valid: whether to write.
-    static __device__ __forceinline__ void write(const Elements& x, int word, bool valid, unsigned char* record, int) {
+    static __device__ __forceinline__ void write(const Elements& x, uint32 word, bool valid, unsigned char* record,
+                                                 uint32) {
         const SegmentScale scale = segmentScale<kLanes, 0>(x.largest);
         const float inverse = scale.inverse();
         uint32 words[kValuePairs];

@@ -248,7 +248,6 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     allowNextKernel();
     Product product(lane, p.entries, groupBytes);
     waitForPriorKernels();  // from here on x may be read and y written
-    if (clusterBlocks() > 1) mailbox.waitForOthers();
 
     const uint16* x = p.x + size_t(firstToken) * p.columns;
     Activations piece{min(kTokens, p.tokens - firstToken), firstTile * kTileColumns, p.columns, p.dtype, p.vectors,
@@ -256,7 +255,8 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     RawWord raw;
     if constexpr (Product::kHoldsWord) {
         const bool present = threadIdx.x < turns.turns * kSteps * kWordsPerTileRow;
-        loadPairs(x, piece.column + threadIdx.x * kBitsPerWord, present ? p.columns : 0, p.vectors, raw.pairs);
+        const int column = piece.column + threadIdx.x * kBitsPerWord;
+        loadPairs(x + column, present ? p.columns - column : 0, p.vectors, raw.pairs);
         fetchSlots(kDepth - 1 - firstSlots, false);
     }
 
@@ -307,23 +307,27 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     const int elements = pinned(rowTiles) * kTileSums >> (blocks - 1), firstElement = rank * elements;
     float* received = sums + rowTiles * kWarps * kTileSums;
     if (blocks > 1) {
+        mailbox.waitForOthers();
         if (threadIdx.x == 0) mailbox.expect(elements * sizeof(float));
         const int others = elements - firstElement;
 #pragma unroll 1
         for (int i = threadIdx.x; i < elements; i += kThreads) {
             mailbox.send(sharedAddress(received + i), blockSum(others + i), rank ^ 1);
         }
-        mailbox.receive();
     }
     for (int i = threadIdx.x; i < elements; i += kThreads) {
         const int place = firstElement + i, rowTile = place / kTileSums, element = place % kTileSums;
         const int n = (firstRowTile + rowTile) * kTileRows + element / kTokens, m = firstToken + element % kTokens;
-        if (n >= p.rows || m >= p.tokens) continue;  // records of tokens behind the last were never made
+        const bool inside = n < p.rows && m < p.tokens;  // records of tokens behind the last were never made
         const size_t output = size_t(m) * p.rows + n;
-        const float shift = p.bias ? shortToFloat(p.bias[n], p.dtype) : 0.0f;
-        const float kept = p.residual ? shortToFloat(p.residual[output], p.dtype) : 0.0f;
+        const float shift = inside && p.bias ? shortToFloat(p.bias[n], p.dtype) : 0.0f;
+        const float kept = inside && p.residual ? shortToFloat(p.residual[output], p.dtype) : 0.0f;
         float value = blockSum(place);
-        if (blocks > 1) value += received[i];
+        if (blocks > 1) {
+            mailbox.receive();  // what is sent is waited for, by some thread at least, also where all is outside
+            value += received[i];
+        }
+        if (!inside) continue;
         value *= rowFactor<Product::kScaleBits>(p.factors, firstRowTile + rowTile, element / kTokens);
         p.y[output] = finished(p.bias ? value + shift : value, p.activation, p.residual, kept, p.dtype);
     }

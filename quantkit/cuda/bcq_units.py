@@ -50,7 +50,7 @@ SOME_TOKENS = 4  # at least, whose records two blocks share
 # keeps x waiting, so rings are short; sums of more warps would leave too little room beside 8 tokens.
 _CLUSTER_LAYOUTS = {
     (4, False): ((1, ((12, 4), (16, 4))), (2, ((12, 4), (16, 2))), (4, ((12, 2),)), (8, ((12, 1),))),
-    (4, True): ((1, ((12, 4),)), (2, ((12, 2),)), (8, ((12, 1), (8, 1)))),
+    (4, True): ((1, ((12, 4),)), (2, ((12, 2),)), (7, ((12, 1),)), (8, ((8, 1),))),
     (8, False): ((1, ((8, 4),)), (4, ((8, 2),)), (8, ((8, 1),))),
     (8, True): ((1, ((8, 4),)), (2, ((8, 2),)), (8, ((8, 1),))),
 }
