@@ -131,13 +131,12 @@ __device__ __noinline__ void makeRecords(const uint16* x, Activations part, int 
     // Blocks have about as many threads as one or two rows have words: subtracting is shorter than a division.
     int row = 0, word = threadIdx.x;
     auto findRow = [&] {
-        if constexpr (kTokens == 1) row = word >= words;
-        else while (word >= words && row < part.tokens) word -= words, ++row;
+        while (kTokens > 1 && word >= words && row < part.tokens) word -= words, ++row;
     };
+    auto present = [&] { return kTokens == 1 ? word < words : row < part.tokens; };
     auto load = [&] {
         const int column = part.column + word * kBitsPerWord;
-        loadPairs(x + uint32(row * part.columns) + column, row < part.tokens ? part.columns - column : 0, part.vectors,
-                  raw.pairs);
+        loadPairs(x + uint32(row * part.columns) + column, present() ? part.columns - column : 0, part.vectors, raw.pairs);
     };
     findRow();
     if (!part.loaded) load();
@@ -147,7 +146,7 @@ __device__ __noinline__ void makeRecords(const uint16* x, Activations part, int 
         if (part.dtype == kFloat16) elements.take<kFloat16>(raw.pairs);
         else elements.take<kBfloat16>(raw.pairs);
         const uint32 ownRow = row, ownWord = word;
-        const bool valid = row < part.tokens;
+        const bool valid = present();
         word += blockDim.x;
         findRow();
         if (start + int(blockDim.x) < all) load();  // the next elements, while these are worked on
