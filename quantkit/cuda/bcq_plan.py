@@ -7,6 +7,7 @@ from functools import cache
 from math import ceil, inf
 
 from quantkit.cuda.bcq_units import (
+    CLUSTER_BLOCKS,
     FLOAT_BYTES,
     SOME_TOKENS,
     TILE_ROWS,
@@ -21,10 +22,9 @@ from quantkit.cuda.units import CompileUnit
 from quantkit.errors import KernelError
 
 _DEEP_PASSES = 2  # over K, at most, beside a deep ring
-_SUMS_SHARE = {1: 0.2, 2: 0.3}  # of shared memory, by blocks of a cluster; more row tiles go to more blocks
+_SUMS_SHARE = {1: 0.2, CLUSTER_BLOCKS: 0.3}  # of shared memory, by cluster; more row tiles go to more blocks
 _UNEVEN = 1.1  # times the turns of a layout whose warps end together, which is taken then
 _RESIDENT_READS = 4 / 3  # what each of two such blocks reads at most, over the shared memory it has
-_SPLIT = 2  # blocks of a cluster that share row tiles; multiprocessors come in pairs
 _MAILBOX_BYTES = 128  # of bcq_ring.cuh, in every block where there are clusters
 _SPLIT_TILES = 80  # k tiles whose planes take longer by half than what a cluster costs; for one or two tokens
 
@@ -99,7 +99,7 @@ def _cluster(it: _Problem, tile: GemvTile) -> int:
     if tile.cluster is not None:
         return min(tile.cluster, it.k_tiles)
     few = it.case.tokens < SOME_TOKENS and tile.resident == 1
-    return _SPLIT if few and it.k_tiles >= _SPLIT_TILES else 1
+    return CLUSTER_BLOCKS if few and it.k_tiles >= _SPLIT_TILES else 1
 
 
 def _ranges(it: _Problem, tile: GemvTile) -> int:
@@ -115,7 +115,7 @@ def _ranges(it: _Problem, tile: GemvTile) -> int:
 def _shared_bytes(it: _Problem, tile: GemvTile, record_tiles: int) -> int:
     """Of a block that keeps the records of so many k tiles at once."""
     ring = tile.warps * tile.steps * tile.depth * it.case.tile_bytes(it.entries)
-    received = _sum_bytes(it.case) // 2 if _cluster(it, tile) > 1 else 0  # of the other block
+    received = _sum_bytes(it.case) // CLUSTER_BLOCKS if _cluster(it, tile) > 1 else 0  # of the other block
     sums = (tile.warps * _sum_bytes(it.case) + received) * ceil(it.row_tiles / _ranges(it, tile))
     mailbox = _MAILBOX_BYTES if it.gpu.capability >= OVERLAP_CAPABILITY else 0
     return mailbox + ring + sums + it.case.record_bytes * record_tiles

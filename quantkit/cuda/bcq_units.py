@@ -55,6 +55,7 @@ _CLUSTER_LAYOUTS = {
     (8, True): ((1, ((8, 4),)), (2, ((8, 2),)), (8, ((8, 1),))),
 }
 _CLUSTER_DEPTH = 2
+CLUSTER_BLOCKS = 2  # that share row tiles; multiprocessors come in pairs
 _MANY_TOKENS, _FEWER_WARPS = 8, 8  # warps for so many tokens where more could not keep the sums of a block's row tiles
 _RESIDENT_WARPS = 8  # where two blocks share a multiprocessor
 
@@ -187,7 +188,7 @@ def _cluster_tiles(case: GemvCase) -> list[GemvTile]:
     """For clusters of two blocks, which prepare half of x each."""
     table = _CLUSTER_LAYOUTS[case.tokens, case.segment < _ROOMY_SEGMENT]
     layouts = next(layouts for planes, layouts in table if case.weight_bits <= planes)
-    return [GemvTile(*layout, _CLUSTER_DEPTH, cluster=2) for layout in layouts]
+    return [GemvTile(*layout, _CLUSTER_DEPTH, cluster=CLUSTER_BLOCKS) for layout in layouts]
 
 
 def gemv_tiles(case: GemvCase, capability: tuple[int, int]) -> tuple[GemvTile, ...]:
