@@ -10,7 +10,7 @@
 //          digits of half word H make one register (bcq_int8_turn.cuh):
 //            kSegment 128: H = 2 t + r, j = m;  64: H = 4 (m / 2) + t, j = 2 (m % 2) + r;
 //            kSegment 32: H = 2 m + t / 2, j = 2 (t % 2) + r
-//   about  [segment][row] uint4 {scale s, sum of the codes P, both fp32; kRoundToInteger's bits + 2 P3 - P; 0}
+//   about  [segment][row] uint4 {scale s, fp32; kRoundToInteger's bits + 2 P3 - P; sum of the codes P, fp32; 0}
 //          P3: sum of the codes of columns 3, 7, 11, ...
 //
 // A record of a row by itself (kApart), each half of it: every word of 32 columns has a scale and columns of B of its
@@ -65,8 +65,8 @@ __device__ __forceinline__ WordBytes wordBytes(const Elements& x) {
     }
     const int thirds = 256 * high[0] + low[0], total = thirds + 256 * high[1] + low[1];
     const int sum = segmentSum<kLanes>(total), third = segmentSum<kLanes>(thirds);
-    bytes.about = make_uint4(__float_as_uint(scale.scale()), __float_as_uint(float(sum)),
-                             kRoundToIntegerBits + uint32(2 * third - sum), 0);
+    bytes.about = make_uint4(__float_as_uint(scale.scale()), kRoundToIntegerBits + uint32(2 * third - sum),
+                             __float_as_uint(float(sum)), 0);
     return bytes;
 }
 

@@ -19,6 +19,14 @@ __device__ __forceinline__ DigitTable digitTable(int bit, uint32 unknown) {
     return {kLow[bit] + unknown, kLow[bit] + unknown};
 }
 
+constexpr int kFewPlanes = 4;  // up to which registers carry a loop without a question for offsets beside one with it
+
+// A flag that is known when the kernel is compiled.
+template <bool kValue>
+struct Constant {
+    __device__ __forceinline__ constexpr operator bool() const { return kValue; }
+};
+
 // What bcq_ring.cuh runs. A lane 4 g + t ends up with rows g and g + 8 of token t of every set of four tokens; or, of
 // fewer tokens, with word t's part of them: a token's product has columns for each of the four words that the lanes of
 // a quad have (kApart), so that no word has to be given to another lane where groups are narrow.
@@ -32,11 +40,11 @@ struct Int8Product {
     static constexpr int kHalfGroups = kHalfColumns / kSegment, kHalfSegments = kApart ? 1 : kHalfGroups;
     static constexpr int kSegmentProducts = kProducts / kHalfSegments;
 
-    uint32 vector, bytesOfX, scale, about, groupBytes, source, shift;
+    uint32 vector, bytesOfX, scale, about, source, shift;
     DigitTable tables[kDigitBits];
     float sums[kSets][kLaneRows] = {};
 
-    __device__ __forceinline__ Int8Product(int lane, int entries, uint32 groupBytes) : groupBytes(groupBytes) {
+    __device__ __forceinline__ Int8Product(int lane, int entries, uint32 groupBytes) {
         const int g = lane / kTileQuads, t = lane % kTileQuads;
         vector = pinned(lane * kVectorBytes);
         scale = Shape::kSignBytes + g * entries * Shape::kEntryBytes;
@@ -86,12 +94,13 @@ struct Int8Product {
     }
 
     // Add one segment's products. scales: shared address of its first entry; about: of token t of the first set.
+    template <class Flag>
     __device__ __forceinline__ void addSegment(const uint4 (&signs)[kBits], const uint4 (&x)[kSets][2], bool upper,
-                                               int segment, uint32 scales, int entries, uint32 about, uint32 setBytes) {
+                                               int segment, uint32 scales, Flag offset, uint32 about, uint32 setBytes) {
         float group[kSets][kLaneRows] = {};
-        uint4 facts[kSets];
+        float2 facts[kSets];
 #pragma unroll
-        for (int set = 0; set < kSets; ++set) facts[set] = loadShared16(about + set * setBytes);
+        for (int set = 0; set < kSets; ++set) facts[set] = loadShared8(about + set * setBytes);
 #pragma unroll
         for (int i = 0; i < kBits; ++i) {
             int codes[kSets][4] = {};
@@ -105,30 +114,40 @@ struct Int8Product {
                 for (int row = 0; row < kLaneRows; ++row) {
                     // 256 hi + lo = P3 - v, v the sum of the codes where the sign is 1
                     const int high = codes[set][2 * row], low = codes[set][2 * row + 1];
-                    const int signedSum = low * -2 + (high * -512 + int(facts[set].z));
+                    const int signedSum = low * -2 + (high * -512 + __float_as_int(facts[set].y));
                     group[set][row] += rowScales[row] * (__uint_as_float(signedSum) - kRoundToInteger);
                 }
             }
         }
-        if (entries > kBits) {  // the offset times the sum of x
+        if (offset) {  // times the sum of x
             const uint32 pair = loadPair<kScaleBits>(scales + kBits * Shape::kEntryBytes);
 #pragma unroll
             for (int set = 0; set < kSets; ++set) {
-                group[set][0] += offsetValue<kScaleBits>(pair) * __uint_as_float(facts[set].y);
-                group[set][1] += offsetValue<kScaleBits>(pair >> kScaleBits) * __uint_as_float(facts[set].y);
+                const float codeSum = __uint_as_float(loadShared4(about + set * setBytes + sizeof(float2)));
+                group[set][0] += offsetValue<kScaleBits>(pair) * codeSum;
+                group[set][1] += offsetValue<kScaleBits>(pair >> kScaleBits) * codeSum;
             }
         }
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
 #pragma unroll
             for (int row = 0; row < kLaneRows; ++row) {
-                sums[set][row] += __uint_as_float(facts[set].x) * group[set][row];
+                sums[set][row] += facts[set].x * group[set][row];
             }
         }
     }
 
     // slot, records: shared addresses of the turn's weights and of its records, the latter of the first set.
     __device__ __forceinline__ void multiplyTurn(uint32 slot, int entries, uint32 records, uint32 setBytes) {
+        if constexpr (kBits > kFewPlanes) multiplySlot(slot, entries > kBits, records, setBytes);
+        else if (entries > kBits) multiplySlot(slot, Constant<true>{}, records, setBytes);
+        else multiplySlot(slot, Constant<false>{}, records, setBytes);
+    }
+
+    // offset: whether groups have one; Constant where the loop is compiled for either.
+    template <class Flag>
+    __device__ __forceinline__ void multiplySlot(uint32 slot, Flag offset, uint32 records, uint32 setBytes) {
+        const uint32 groupBytes = Shape::groupVectors(offset) * kVectorBytes;
         uint32 scales = slot + scale;
 #pragma unroll(kHalfSegments == 1 ? kSteps : 1)  // registers run short otherwise
         for (int step = 0; step < kSteps; ++step) {
@@ -150,7 +169,7 @@ struct Int8Product {
                 }
 #pragma unroll
                 for (int segment = 0; segment < kHalfSegments; ++segment) {
-                    addSegment(signs, x, half, segment, scales, entries,
+                    addSegment(signs, x, half, segment, scales, offset,
                                record + about + segment * kByteRows * sizeof(uint4), setBytes);
                     scales += kHalfGroups / kHalfSegments * groupBytes;
                 }

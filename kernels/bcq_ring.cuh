@@ -89,7 +89,7 @@ __device__ __noinline__ Pass passOf(int pass, int passTiles, int kTiles) {
 // Where the block's tiles are and how a turn gets into a slot.
 template <class S>
 struct Weights {
-    static constexpr int kMostScaleVectors = S::kTurnSegments * (S::kBits + 1) * S::kEntryBytes / kLaneRows;
+    static constexpr uint32 kMostScaleVectors = S::kTurnSegments * (S::kBits + 1) * S::kEntryBytes / kLaneRows;
     const uint4* signs;   // of the block's first row tile, plus the lane
     const uint4* scales;  // of the block's first row tile
     uint32 kTiles, groups, groupVectors, lane, groupMagic, vectorMagic;
@@ -101,34 +101,58 @@ struct Weights {
     }
     // Tiles `tile` .. of row tile `rowTile`, counted through the block. Scales behind the last are zeros.
     __device__ __forceinline__ void fetch(uint32 slot, uint32 tile, uint32 rowTile, uint32 steps) const {
-        const uint4* source = signs + size_t(tile) * S::kSignVectors;
         const uint32 target = slot + lane * kVectorBytes;
-        constexpr int kVectors = S::kSteps * S::kBits;  // of a lane
-        const int vectors = steps * S::kBits;
-        if (S::kSteps == 1 || vectors == kVectors) {
-#pragma unroll
-            for (int i = 0; i < kVectors; ++i) {
-                copyAsyncOnce16(target + i * kWarpSize * kVectorBytes, source + i * kWarpSize);
-            }
+        const bool whole = S::kSteps == 1 || steps == S::kSteps;
+        if (kMostScaleVectors > kWarpSize && whole && linear) {
+            fetchSigns(target, tile);
+            fetchScales(target + S::kSignBytes, tile);
         } else {
-#pragma unroll 1
-            for (int i = 0; i < vectors; ++i) {
-                copyAsyncOnce16(target + i * kWarpSize * kVectorBytes, source + i * kWarpSize);
+            if (whole) fetchSigns(target, tile);
+            else fetchSigns(target, tile, steps);
+            fetchScales(target + S::kSignBytes, tile, rowTile, steps);
+        }
+    }
+
+    // A whole turn's: without a loop, as idle instructions of the assembler stand before every run of copies.
+    __device__ __forceinline__ void fetchSigns(uint32 target, uint32 tile) const {
+        const uint4* source = signs + size_t(tile) * S::kSignVectors;
+#pragma unroll
+        for (int i = 0; i < S::kSteps * S::kBits; ++i) {
+            copyAsyncOnce16(target + i * kWarpSize * kVectorBytes, source + i * kWarpSize);
+        }
+    }
+    __device__ __forceinline__ void fetchScales(uint32 target, uint32 tile) const {  // linear
+        constexpr uint32 kLeast = S::kTurnSegments * S::groupVectors(0);
+        const uint4* source = scales + tile * S::kTileSegments * groupVectors + lane;
+#pragma unroll
+        for (uint32 first = 0; first < kMostScaleVectors; first += kWarpSize) {
+            if (first + kWarpSize <= kLeast || first + lane < S::kTurnSegments * groupVectors) {
+                copyAsync16(target + first * kVectorBytes, source + first);
             }
         }
-        const uint32 segments = S::kSteps == 1 ? S::kTurnSegments : steps * S::kTileSegments;
+    }
+
+    // Of the first `steps` tiles of a turn.
+    __device__ __forceinline__ void fetchSigns(uint32 target, uint32 tile, uint32 steps) const {
+        const uint4* source = signs + size_t(tile) * S::kSignVectors;
+#pragma unroll 1
+        for (uint32 i = 0; i < steps * S::kBits; ++i) {
+            copyAsyncOnce16(target + i * kWarpSize * kVectorBytes, source + i * kWarpSize);
+        }
+    }
+    __device__ __forceinline__ void fetchScales(uint32 target, uint32 tile, uint32 rowTile, uint32 steps) const {
         const uint32 firstSegment = (tile - rowTile * kTiles) * S::kTileSegments;
-#pragma unroll
-        for (int first = 0; first < kMostScaleVectors; first += kWarpSize) {
+#pragma unroll 1
+        for (uint32 first = 0; first < kMostScaleVectors; first += kWarpSize) {
             const uint32 vector = first + lane;
             uint32 index = tile * S::kTileSegments * groupVectors + vector;
             if (!linear) {
                 const uint32 segment = vector * vectorMagic >> 16;  // vector / groupVectors
                 index = (rowTile * groups + groupOf(firstSegment + segment) - segment) * groupVectors + vector;
             }
-            const bool present = vector < segments * groupVectors;
+            const bool present = vector < steps * S::kTileSegments * groupVectors;
             if (vector < S::kTurnSegments * groupVectors) {
-                copyAsync16Or0(target + S::kSignBytes + first * kVectorBytes, scales + (present ? index : 0), present);
+                copyAsync16Or0(target + first * kVectorBytes, scales + (present ? index : 0), present);
             }
         }
     }
