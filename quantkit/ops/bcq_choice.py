@@ -32,6 +32,7 @@ from quantkit.ops.bcq_tiles import BcqTiles
 ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
 _FEW_ROWS = 8
 _WIDE_SEGMENT = 128  # columns of a group from which on binary products of one row are faster, and of two in most cases
+_FINE_SEGMENT = 32  # where INT8 products of one row are faster too
 _CLEARLY = 0.95  # of the usual kernel's time, from where on another is taken: measurements this short differ by 5 %
 _DIGEST = 8
 _TABLE = Path("kernels") / "bcq_choice.json"
@@ -75,13 +76,18 @@ def _narrow(group_size: int, columns: int) -> bool:
     return segment is not None and segment < _WIDE_SEGMENT
 
 
+def _least_int8_rows(native: bool, group_size: int, columns: int) -> int:
+    if binary_segment(group_size, columns) == _FINE_SEGMENT:
+        return 1
+    return 2 if _narrow(group_size, columns) or not native else 3
+
+
 def _unmeasured(x: Tensor, group_size: int, usable: tuple[str, ...]) -> str:
     (tokens, columns), device = x.shape, x.device
     native = support(BINARY_MMA, *compute_capability(device)) is Support.NATIVE
     if tokens > _FEW_ROWS or usable == (DEQUANTIZE,):
         return DEQUANTIZE
-    two_on_int8 = not native or _narrow(group_size, columns)
-    if INT8 in usable and (tokens > 2 or (tokens == 2 and two_on_int8)):
+    if INT8 in usable and tokens >= _least_int8_rows(native, group_size, columns):
         return INT8
     return BINARY if native and BINARY in usable else LUT
 

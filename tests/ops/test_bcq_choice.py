@@ -48,6 +48,8 @@ def test_unmeasured_shapes_follow_the_capability_table(table: Path, monkeypatch:
     assert choose(x(2), 4, 4096, 128) == choose(x(2), 4, 4096, -1) == BINARY
     assert choose(x(2), 4, 4096, 64) == choose(x(3), 4, 4096, 128) == choose(x(8), 4, 4096, -1) == INT8
     assert choose(x(2), 4, 4096, 40) == LUT
+    assert choose(x(1), 4, 4096, 32) == INT8
+    assert choose(x(1), 4, 4096, 64) == BINARY
     assert choose(x(9), 4, 4096, 128) == DEQUANTIZE
     assert choose(x(1, dtype=torch.float32), 4, 4096, 128) == DEQUANTIZE
     monkeypatch.setattr(bcq_choice, "compute_capability", lambda device: (12, 0))  # binary products emulated
