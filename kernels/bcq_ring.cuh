@@ -17,38 +17,14 @@
 //                  received from the other block of a cluster: half of [row tile][row][token] fp32
 #pragma once
 #include "bcq_codes.cuh"
+#include "bcq_slots.cuh"
 #include "cluster.cuh"
 #include "finish.cuh"
 #include "mma.cuh"
 
-constexpr int kVectorBytes = sizeof(uint4);
+constexpr int kLongTurn = 4;  // tiles
 constexpr int kMailboxBytes = kClusters ? 128 : 0;  // slots that are off whole lines take 15 % longer to fill
 constexpr int kLineBytes = 128, kLineElements = kLineBytes / sizeof(uint16);
-
-// The same value, which the compiler keeps instead of computing it again at every use.
-__device__ __forceinline__ uint32 pinned(uint32 value) {
-    asm volatile("" : "+r"(value));
-    return value;
-}
-__device__ __forceinline__ const uint4* pinned(const uint4* pointer) {
-    asm volatile("" : "+l"(pointer));
-    return pointer;
-}
-
-// Sizes of a turn.
-template <int kBits_, int kSegment, int kScaleBits, int kSteps_>
-struct TurnShape {
-    static constexpr int kBits = kBits_, kSteps = kSteps_;
-    static constexpr int kTileSegments = kTileColumns / kSegment;
-    static constexpr int kTurnSegments = kSteps * kTileSegments;
-    static constexpr int kEntryBytes = kLaneRows * kScaleBits / kBitsPerByte;
-    static constexpr int kSignVectors = kBits * kWarpSize;        // of a tile
-    static constexpr int kSignBytes = kSteps * kSignVectors * kVectorBytes;
-    // Of the scales of one group of a row tile.
-    static __device__ __forceinline__ constexpr uint32 groupVectors(int offsets) {
-        return (kBits + offsets) * kEntryBytes / kLaneRows;
-    }
-};
 
 // The entries of rows g and g + 8, the first in the low bits.
 template <int kScaleBits>
@@ -86,78 +62,6 @@ __device__ __noinline__ Pass passOf(int pass, int passTiles, int kTiles) {
     return found;
 }
 
-// Where the block's tiles are and how a turn gets into a slot.
-template <class S>
-struct Weights {
-    static constexpr uint32 kMostScaleVectors = S::kTurnSegments * (S::kBits + 1) * S::kEntryBytes / kLaneRows;
-    const uint4* signs;   // of the block's first row tile, plus the lane
-    const uint4* scales;  // of the block's first row tile
-    uint32 kTiles, groups, groupVectors, lane, groupMagic, vectorMagic;
-    bool linear;          // one group per segment, all stored: scales follow each other as the tiles do
-
-    // Exact for every segment index below 2^16, that is K < 2^21.
-    __device__ __forceinline__ uint32 groupOf(uint32 segment) const {
-        return min(groupMagic == 0 ? segment : __umulhi(segment, groupMagic), groups - 1);
-    }
-    // Tiles `tile` .. of row tile `rowTile`, counted through the block. Scales behind the last are zeros.
-    __device__ __forceinline__ void fetch(uint32 slot, uint32 tile, uint32 rowTile, uint32 steps) const {
-        const uint32 target = slot + lane * kVectorBytes;
-        const bool whole = S::kSteps == 1 || steps == S::kSteps;
-        if (kMostScaleVectors > kWarpSize && whole && linear) {
-            fetchSigns(target, tile);
-            fetchScales(target + S::kSignBytes, tile);
-        } else {
-            if (whole) fetchSigns(target, tile);
-            else fetchSigns(target, tile, steps);
-            fetchScales(target + S::kSignBytes, tile, rowTile, steps);
-        }
-    }
-
-    // A whole turn's: without a loop, as idle instructions of the assembler stand before every run of copies.
-    __device__ __forceinline__ void fetchSigns(uint32 target, uint32 tile) const {
-        const uint4* source = signs + size_t(tile) * S::kSignVectors;
-#pragma unroll
-        for (int i = 0; i < S::kSteps * S::kBits; ++i) {
-            copyAsyncOnce16(target + i * kWarpSize * kVectorBytes, source + i * kWarpSize);
-        }
-    }
-    __device__ __forceinline__ void fetchScales(uint32 target, uint32 tile) const {  // linear
-        constexpr uint32 kLeast = S::kTurnSegments * S::groupVectors(0);
-        const uint4* source = scales + tile * S::kTileSegments * groupVectors + lane;
-#pragma unroll
-        for (uint32 first = 0; first < kMostScaleVectors; first += kWarpSize) {
-            if (first + kWarpSize <= kLeast || first + lane < S::kTurnSegments * groupVectors) {
-                copyAsync16(target + first * kVectorBytes, source + first);
-            }
-        }
-    }
-
-    // Of the first `steps` tiles of a turn.
-    __device__ __forceinline__ void fetchSigns(uint32 target, uint32 tile, uint32 steps) const {
-        const uint4* source = signs + size_t(tile) * S::kSignVectors;
-#pragma unroll 1
-        for (uint32 i = 0; i < steps * S::kBits; ++i) {
-            copyAsyncOnce16(target + i * kWarpSize * kVectorBytes, source + i * kWarpSize);
-        }
-    }
-    __device__ __forceinline__ void fetchScales(uint32 target, uint32 tile, uint32 rowTile, uint32 steps) const {
-        const uint32 firstSegment = (tile - rowTile * kTiles) * S::kTileSegments;
-#pragma unroll 1
-        for (uint32 first = 0; first < kMostScaleVectors; first += kWarpSize) {
-            const uint32 vector = first + lane;
-            uint32 index = tile * S::kTileSegments * groupVectors + vector;
-            if (!linear) {
-                const uint32 segment = vector * vectorMagic >> 16;  // vector / groupVectors
-                index = (rowTile * groups + groupOf(firstSegment + segment) - segment) * groupVectors + vector;
-            }
-            const bool present = vector < steps * S::kTileSegments * groupVectors;
-            if (vector < S::kTurnSegments * groupVectors) {
-                copyAsync16Or0(target + first * kVectorBytes, scales + (present ? index : 0), present);
-            }
-        }
-    }
-};
-
 // The parameters of a kernel.
 struct Problem {
     const uint4* tiles;     // sign tiles
@@ -187,6 +91,9 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     using S = typename Product::Shape;
     constexpr int kThreads = kWarps * kWarpSize, kSteps = S::kSteps, kTokens = Product::kTokens;
     constexpr int kRecord = Product::Record::kBytes, kTileSums = kTileRows * kTokens;
+    // A long turn is mostly all that a warp has of a row tile: its sums leave while the next turn is worked on, so that
+    // nothing waits for their shuffles. Sums of short turns leave where the row tile changes.
+    constexpr bool kEveryTurn = kTokens == 1 && kSteps >= kLongTurn;
     // One row of x is asked for behind half of the first slots: what is on its way before it keeps it waiting.
     constexpr int kFirstSlots = Product::kHoldsWord && kDepth > 2 ? (kDepth - 1) / 2 : kDepth - 1;
     extern __shared__ __align__(16) unsigned char shared[];
@@ -297,23 +204,36 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
         const uint32 endRecord = pinned(sharedAddress(records) + rowBytes);
         uint32 record = endRecord - rowBytes + turns.firstTurn * kTurnBytes;
         int rowTile = turns.firstRow, present = rowTile;  // present: the row tile that the sums belong to
-        auto flushPresent = [&] { product.flush(sums + (present * kWarps + warp) * kTileSums, lane); };
+        auto target = [&] { return sums + (present * kWarps + warp) * kTileSums; };
+        float last[1][kLaneRows] = {};  // of the turn before
         while (rowTile < rowTiles) {
             copyWait<kDepth - 2>();
             __syncwarp();  // the slot filled next was read by every lane
             if (passes > 1) skipToWork();
             fetchSlot(emptySlot);
-            if (rowTile != present) {
-                flushPresent();
+            if (!kEveryTurn && rowTile != present) {
+                product.flush(target(), lane);
                 present = rowTile;
             }
             product.multiplyTurn(slot, p.entries, record, setBytes);
+            if constexpr (kEveryTurn) {
+                flushQuads<1>(last, target(), lane);
+                present = rowTile;
+#pragma unroll
+                for (int row = 0; row < kLaneRows; ++row) {
+                    last[0][row] = product.sums[0][row];
+                    product.sums[0][row] = 0.0f;
+                }
+            }
             emptySlot = slot;
             slot = slot + slotBytes == endSlot ? firstSlot : slot + slotBytes;
             rowTile += turns.rowStep, record += stepBytes;
             if (record >= endRecord) record -= rowBytes, ++rowTile;
         }
-        if (present < rowTiles) flushPresent();
+        if (present < rowTiles) {
+            if constexpr (kEveryTurn) flushQuads<1>(last, target(), lane);
+            else product.flush(target(), lane);
+        }
         __syncthreads();
     }
 
