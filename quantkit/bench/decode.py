@@ -24,6 +24,7 @@ from quantkit.errors import BenchError
 from quantkit.formats.table import stored_bytes
 from quantkit.models.families import decoder_blocks
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.progress import track
 
 _CHECKED_STEPS = 4
 _FAST_TOLERANCE = 2e-2  # of the logits after dozens of blocks in fp16, rounded in other places
@@ -114,7 +115,7 @@ def shaped_model(shape: ModelShape, device: torch.device, spec: Any = None) -> A
     if spec is not None:
         _pack_linears(block, spec, device)
     blocks = next(parent for parent in model.modules() if isinstance(parent, nn.ModuleList) and block in list(parent))
-    for index in range(1, shape.layers):
+    for index in track(range(1, shape.layers), "making blocks"):
         twin = copy.deepcopy(block)
         for module in twin.modules():
             if hasattr(module, "layer_idx"):
@@ -171,7 +172,9 @@ def _time(bench: DecodeBench, method: str, model: Any) -> DecodeResult:
     first = _now(device) - began
     advance = captured_step(session)
     spans = []
-    for _ in range(bench.new):
+    # The thread behind a bar would keep a GPU waiting for its next launch.
+    steps = range(bench.new) if device.type == "cuda" else track(range(bench.new), f"{method}: tokens")
+    for _ in steps:
         began = _now(device)
         advance()
         spans.append(_now(device) - began)
@@ -206,7 +209,7 @@ def _check_fast_step(model: Any, ids: Tensor, capacity: int, method: str) -> Non
 
 def _eager_tokens(model: Any, ids: Tensor, capacity: int, steps: int) -> Tensor:
     session = start(model, ids, capacity)
-    for _ in range(steps):
+    for _ in track(range(steps), "checking tokens"):
         step(session)
     count = ids.shape[1]
     return session.tokens[0, count : count + steps + 1].clone()

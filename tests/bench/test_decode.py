@@ -1,11 +1,11 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from quantkit.bench import shapes
+from quantkit.bench import decode, shapes
 from quantkit.bench.decode import DecodeBench, run_decode, shaped_model, weight_bytes
 from quantkit.bench.generation import generate
 from quantkit.bench.shapes import ModelShape
@@ -59,6 +59,22 @@ def test_decode_bench_times_float_and_method(monkeypatch: pytest.MonkeyPatch) ->
     assert second.weight_bytes < first.weight_bytes
     assert 0 < second.median_ms <= second.p99_ms
     assert second.tokens_per_second == pytest.approx(1e3 / second.median_ms)
+
+
+def test_bars_show_how_far_a_slow_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def track(items: range, description: str) -> Iterator[int]:
+        for item in items:
+            seen.append((description, item))
+            yield item
+
+    monkeypatch.setattr(decode, "track", track)
+    monkeypatch.setitem(shapes.MODELS, "tiny", TINY)
+    list(run_decode(DecodeBench("tiny", "bcq-w2-g32", 6, 5, CPU)))
+    made = {description: [item for name, item in seen if name == description] for description, _ in seen}
+    assert made["making blocks"] == [1, 2] * 2
+    assert made["float: tokens"] == made["bcq-w2-g32: tokens"] == list(range(5))
 
 
 @pytest.mark.parametrize(
