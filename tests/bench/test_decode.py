@@ -74,6 +74,7 @@ def test_bars_show_how_far_a_slow_machine_is(monkeypatch: pytest.MonkeyPatch) ->
     list(run_decode(DecodeBench("tiny", "bcq-w2-g32", 6, 5, CPU)))
     made = {description: [item for name, item in seen if name == description] for description, _ in seen}
     assert made["making blocks"] == [1, 2] * 2
+    assert made["checking tokens"] == list(range(4)) * 2
     assert made["float: tokens"] == made["bcq-w2-g32: tokens"] == list(range(5))
 
 

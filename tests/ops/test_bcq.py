@@ -32,7 +32,8 @@ SHAPES = [  # rows, columns, group size
     (64, 20480, 128),
     (50, 24700, 128),  # long enough to be split within a cluster, into unequal parts
 ]
-SHAPE_IDS = [f"{n}x{k}-g{g}" for n, k, g in SHAPES]
+KERNEL_SHAPES = [(*it, kernel) for it in SHAPES for kernel in candidates(torch.float16, it[2], it[1])]
+KERNEL_SHAPE_IDS = [f"{n}x{k}-g{g}-{kernel}" for n, k, g, kernel in KERNEL_SHAPES]
 
 
 TOKEN_SHAPES = [  # planes, rows, columns, group size
@@ -98,14 +99,12 @@ def test_candidates_follow_type_and_group_size() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("rows", "columns", "group_size"), SHAPES, ids=SHAPE_IDS)
+@pytest.mark.parametrize(("rows", "columns", "group_size", "kernel"), KERNEL_SHAPES, ids=KERNEL_SHAPE_IDS)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8], ids="q{}".format)
 def test_kernel_matches_fp64(bits: int, rows: int, columns: int, group_size: int, kernel: str) -> None:
-    if kernel not in candidates(torch.float16, group_size, columns):
-        pytest.skip("tensor cores need groups of whole words")
     cases = [
         (1, True, torch.float16, 16),
+        (1, False, torch.float16, 16),
         (2, False, torch.bfloat16, 16),
         (7, True, torch.float16, 16),
         (1, True, torch.float16, 8),
@@ -234,9 +233,9 @@ def test_unusual_activations(dtype: torch.dtype, group_size: int, kernel: str) -
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("tokens", "group_size"), [(1, 64), (2, 128)])
-def test_results_repeat_bit_for_bit(tokens: int, group_size: int, kernel: str) -> None:
-    weight = random_weight(4, 1040, 4096, group_size, offset=True)
+@pytest.mark.parametrize(("bits", "tokens", "group_size"), [(1, 1, 32), (1, 1, 128), (4, 1, 64), (4, 2, 128)])
+def test_results_repeat_bit_for_bit(bits: int, tokens: int, group_size: int, kernel: str) -> None:
+    weight = random_weight(bits, 1040, 4096, group_size, offset=True)
     x = torch.randn(tokens, 4096, device=CUDA).half()
     first = run(weight, x, None, kernel)
     assert all(torch.equal(run(weight, x, None, kernel), first) for _ in range(10))
