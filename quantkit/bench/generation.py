@@ -66,15 +66,12 @@ def _forward(session: Session, ids: Tensor, first: Tensor) -> Tensor:
 def start(model: Any, ids: Tensor, capacity: int) -> Session:
     """Read the prompt ids [1, count] into a cache for ``capacity`` tokens or some more and choose the first new token.
 
-    Raises BenchError where prompt and answer do not fit the model's positions.
+    Raises BenchError where prompt and answer do not fit the model's positions or its sliding window.
     """
-    from transformers import StaticCache
-
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and capacity > limit:
         raise BenchError(f"{capacity} tokens of prompt and answer exceed the model's {limit} positions")
-    capacity = -(-capacity // _CACHE_STEP) * _CACHE_STEP
-    cache = StaticCache(config=model.config, max_cache_len=capacity)
+    cache, capacity = _static_cache(model, capacity)
     device = ids.device
     session = Session(
         model,
@@ -89,6 +86,25 @@ def start(model: Any, ids: Tensor, capacity: int) -> Session:
     with torch.no_grad():
         _choose(session, _forward(session, ids, session.position), ids.shape[1])
     return session
+
+
+def _static_cache(model: Any, needed: int) -> tuple[Any, int]:
+    """A cache of the model for ``needed`` tokens or some more, and for how many.
+
+    Within a sliding window nothing slides, so a layer that has one keeps its tokens like any other.
+    """
+    from transformers import StaticCache
+    from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
+
+    capacity = -(-needed // _CACHE_STEP) * _CACHE_STEP
+    cache = StaticCache(config=model.config, max_cache_len=capacity)
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, StaticSlidingWindowLayer):
+            if layer.max_cache_len < needed:
+                window = layer.max_cache_len
+                raise BenchError(f"{needed} tokens of prompt and answer exceed the model's sliding window of {window}")
+            cache.layers[index] = StaticLayer(max_cache_len=capacity)
+    return cache, capacity
 
 
 def _choose(session: Session, logits: Tensor, count: int) -> None:
@@ -155,7 +171,7 @@ def _rewind(session: Session, token: Tensor, position: Tensor, lengths: list[Ten
 def generate(model: Any, ids: Tensor, new_tokens: int, stop: int | None = None) -> Tensor:
     """The prompt ids [1, count] and up to ``new_tokens`` greedy tokens, ending with ``stop`` where it comes.
 
-    Raises BenchError where that does not fit the model's positions.
+    Raises BenchError where that does not fit the model's positions or its sliding window.
     """
     session = start(model, ids, ids.shape[1] + new_tokens)
     advance = captured_step(session) if new_tokens > 1 else None

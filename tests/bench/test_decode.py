@@ -1,9 +1,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from quantkit.bench import decode, shapes
 from quantkit.bench.decode import DecodeBench, run_decode, shaped_model, weight_bytes
@@ -50,6 +52,25 @@ def test_prompt_beyond_the_positions_is_refused(tiny_model: Callable[[str], Path
     model, _ = load_model(str(tiny_model("llama")))
     with pytest.raises(BenchError, match="exceed the model's 256 positions"):
         generate(model, torch.ones(1, 250, dtype=torch.long), 20)
+
+
+def windowed_model() -> Any:
+    config = MistralConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=300, sliding_window=20,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def test_tokens_within_a_sliding_window_equal_those_of_transformers() -> None:
+    model, ids = windowed_model(), torch.randint(10, 300, (1, 9))
+    expected = model.generate(ids, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(generate(model, ids, 10), expected[0])
+
+
+def test_a_text_beyond_the_sliding_window_is_refused() -> None:
+    with pytest.raises(BenchError, match="21 tokens of prompt and answer exceed the model's sliding window of 20"):
+        generate(windowed_model(), torch.ones(1, 9, dtype=torch.long), 12)
 
 
 def test_decode_bench_times_float_and_method(monkeypatch: pytest.MonkeyPatch) -> None:
