@@ -4,8 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# one test process a core, one thread each: tiny tensors gain nothing from more
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+# one test process a core; tests/conftest.py gives each one thread
+PYTEST := $(BIN)/python -m pytest -n auto
 READY := $(VENV)/.ready
 
 .PHONY: demo test test-all lint setup clean

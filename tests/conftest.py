@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from quantkit.calibration.runner import calibrate
 from quantkit.data.corpora import Corpus
 from quantkit.models.loading import load_model
 from tests.tiny import sample_text, save_tiny_model
+
+# Tiny tensors gain nothing from more threads, and many processes with a thread per core wait for each other. The
+# variable is for the processes that tests start.
+torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
 
 
 def _missing_for_cuda() -> str | None:
