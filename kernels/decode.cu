@@ -129,19 +129,22 @@ decodeNorm(const uint16* x,                    // [rows, columns]; written until
 }
 
 // y[h] = softmax(scale * round(queryScale * q[h]) . keys + mask) . values over one token's cache, for every head of one
-// token, whose own key and value go into the cache on the way. Grid: one block per head. kHeadDim / 8 lanes work on one
-// key. Nothing is in the cache behind `position`. Only q, key and value may still be written when the kernel starts: the
-// rest is read meanwhile, and from memory, since a token's weights push it out of L2. Shared memory: `capacity` floats.
+// token, whose own key and value go into the cache on the way. With `cosine`, the query behind its rounding and the own
+// key are turned first. Grid: one block per head. kHeadDim / 8 lanes work on one key. Nothing is in the cache behind
+// `position`. Only q, key and value may still be written when the kernel starts: the rest is read meanwhile, and from
+// memory, since a token's weights push it out of L2. Shared memory: `capacity` floats.
 template <int kHeadDim, int kDtype>
 __global__ void __launch_bounds__(kAttentionWarps * kWarpSize)
-decodeAttention(const uint16* q,                   // [heads, kHeadDim]; written until the wait, so not __restrict__
-                const uint16* key,                 // [kv heads, kHeadDim] of the token
+decodeAttention(const uint16* q,                    // [heads, kHeadDim]; written until the wait, so not __restrict__
+                const uint16* key,                  // [kv heads, kHeadDim] of the token
                 const uint16* value,
-                uint16* keys,                      // [kv heads, capacity, kHeadDim]
+                uint16* keys,                       // [kv heads, capacity, kHeadDim]
                 uint16* values,
-                const uint8* __restrict__ mask,    // [capacity], which positions count
+                const uint8* __restrict__ mask,     // [capacity], which positions count
                 const long long* __restrict__ position,
-                uint16* __restrict__ y,            // [heads, kHeadDim]
+                const uint16* __restrict__ cosine,  // [kHeadDim], or null with sine
+                const uint16* __restrict__ sine,
+                uint16* __restrict__ y,             // [heads, kHeadDim]
                 int headsPerKv, int capacity, float queryScale, float scale) {
     constexpr int kLanes = kHeadDim / kVectorValues, kKeys = kWarpSize / kLanes, kStride = kKeys * kAttentionWarps;
     extern __shared__ float scores[];
@@ -180,13 +183,34 @@ decodeAttention(const uint16* q,                   // [heads, kHeadDim]; written
     load(keyVectors, keyRows, 0);
     load(valueVectors, valueRows, 0);
     uint32 counts = loadMask(0);
+    float cosines[kVectorValues], sines[kVectorValues];
+    if (cosine) {
+        unpack<kDtype>(reinterpret_cast<const uint4*>(cosine)[part], cosines);
+        unpack<kDtype>(reinterpret_cast<const uint4*>(sine)[part], sines);
+    }
+    // A row's values of this lane times `factor`, turned: each with its partner half a row away.
+    auto loadTurned = [&](const uint4* row, float factor, float (&own)[kVectorValues]) {
+        constexpr int kHalf = kLanes / 2;
+        float partners[kVectorValues];
+        const uint4 rawOwn = row[part], rawPartners = cosine ? row[part ^ kHalf] : rawOwn;
+        unpack<kDtype>(rawOwn, own);
+        unpack<kDtype>(rawPartners, partners);
+#pragma unroll
+        for (int k = 0; k < kVectorValues; ++k) {
+            own[k] = rounded(own[k] * factor, kDtype);
+            if (cosine) {
+                const float partner = rounded(partners[k] * factor, kDtype);
+                const float across = rounded((part < kHalf ? -partner : partner) * sines[k], kDtype);
+                own[k] = rounded(rounded(own[k] * cosines[k], kDtype) + across, kDtype);
+            }
+        }
+    };
     waitForPriorKernels();
-    const uint4 ownKey = reinterpret_cast<const uint4*>(key)[kvHead * kLanes + part];
     const uint4 ownValue = reinterpret_cast<const uint4*>(value)[kvHead * kLanes + part];
     float query[kVectorValues], found[kVectorValues];
-    unpack<kDtype>(reinterpret_cast<const uint4*>(q + size_t(blockIdx.x) * kHeadDim)[part], query);
-#pragma unroll
-    for (int k = 0; k < kVectorValues; ++k) query[k] = rounded(query[k] * queryScale, kDtype);
+    loadTurned(reinterpret_cast<const uint4*>(q) + size_t(blockIdx.x) * kLanes, queryScale, query);
+    loadTurned(reinterpret_cast<const uint4*>(key) + size_t(kvHead) * kLanes, 1.0f, found);
+    const uint4 ownKey = pack<kDtype>(found);
     if (blockIdx.x % headsPerKv == 0 && threadIdx.x < kLanes) {
         keyRows[size_t(here) * kLanes + threadIdx.x] = ownKey;
         valueRows[size_t(here) * kLanes + threadIdx.x] = ownValue;

@@ -2,14 +2,15 @@
 
 Both floating-point and quantized models decode through it, so their times compare. Models keep their own code, but for
 the blocks of fast_block.py: norms and sibling Linears are replaced per module, the attention through transformers'
-AttentionInterface, the cache update per layer.
+AttentionInterface, the cache update per layer, the rotation of query and key in the Python module that calls it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +20,24 @@ from quantkit.bench.fast_block import FastBlock, QueryScale
 from quantkit.bench.fast_norm import fast_norm
 from quantkit.bench.siblings import Siblings
 from quantkit.errors import BenchError
-from quantkit.ops.decode import attention, can_attend
+from quantkit.ops.decode import Token, attention, can_attend, can_turn
 
 _NAME = "quantkit_decode"
-_waiting: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-"""id of a layer's key cache -> the token's key, value and position, until its attention writes them there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """A call of a model's rotation that is left to the attention: rotate(q, k, cosine, sine)."""
+
+    rotate: Callable[..., tuple[Tensor, Tensor]]
+    cosine: Tensor
+    sine: Tensor
+
+
+_waiting: dict[int, Token] = {}
+"""id of a layer's key cache -> the token, until its attention writes key and value there."""
+_unturned: dict[int, Turn] = {}
+"""id of a query -> what turns it and its key, until their attention does."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +83,14 @@ def replaced_parts(model: Any, cache: Any, position: Tensor, parts: Parts) -> It
             for block in parts.blocks:
                 if block.row.scales_query:
                     _leave_query(stack, block.attention)
+            if len(layers) == len(cache.layers):  # other layers keep a key as they get it
+                _leave_rotations(stack, parts.blocks)
         for group in parts.siblings:
             stack.callback(group.forget)
         stack.callback(_waiting.clear)
+        stack.callback(_unturned.clear)
         yield
-        if _waiting:
+        if _waiting or _unturned:
             raise BenchError(f"{type(model).__name__}: its attention does not take its keys from the cache")
         if attend and layers:  # masks and positions are made from these counts; sliding windows count for themselves
             torch._foreach_add_([layer.cumulative_length for layer in layers], 1)
@@ -102,9 +119,23 @@ def _leave_query(stack: ExitStack, attention: Any) -> None:
     attention.scaling = QueryScale(attention.scaling)
 
 
+def _leave_rotations(stack: ExitStack, blocks: tuple[FastBlock, ...]) -> None:
+    names = {(type(block.block).__module__, block.row.rotation) for block in blocks if block.row.rotation is not None}
+    for module, name in sorted(names):
+        _replace(stack, sys.modules[module], name, _left_rotation(getattr(sys.modules[module], name)))
+
+
+def _left_rotation(rotate: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def leave(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor]:
+        _unturned[id(query)] = Turn(rotate, cosine, sine)
+        return query, key
+
+    return leave
+
+
 def _updater(layer: Any, position: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
     def update(key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        _waiting[id(layer.keys)] = key, value, position
+        _waiting[id(layer.keys)] = Token(key, value, position)
         return layer.keys, layer.values
 
     return update
@@ -121,13 +152,17 @@ def _attend(
 ) -> tuple[Tensor, None]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    waiting, left = _waiting.pop(id(key), None), getattr(module, "scaling", None)
+    token, left = _waiting.pop(id(key), None), getattr(module, "scaling", None)
+    turn = None if token is None else _unturned.pop(id(query), None)
     query_scale = left.value if isinstance(left, QueryScale) else 1.0
     usable = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
-    if waiting is None or not usable or not can_attend(query, key):
-        if waiting is not None:
-            key.index_copy_(2, waiting[2], waiting[0])
-            value.index_copy_(2, waiting[2], waiting[1])
+    usable = usable and token is not None and can_attend(query, key)
+    if token is not None and turn is not None:
+        query, token = _turned(query, token, turn, usable)
+    if token is None or not usable:
+        if token is not None:
+            key.index_copy_(2, token.position, token.key)
+            value.index_copy_(2, token.position, token.value)
         query = query * query_scale if isinstance(left, QueryScale) else query
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
@@ -135,4 +170,13 @@ def _attend(
         return output
     assert attention_mask is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention(query, waiting[:2], (key, value), attention_mask, waiting[2], scale, query_scale), None
+    return attention(query, token, (key, value), attention_mask, scale, query_scale), None
+
+
+def _turned(query: Tensor, token: Token, turn: Turn, by_kernel: bool) -> tuple[Tensor, Token]:
+    """Query and token with their rotation behind them, or with all that the attention kernel needs for it."""
+    by = turn.cosine, turn.sine
+    if by_kernel and can_turn(query, by):
+        return query, replace(token, turn=by)
+    query, key = turn.rotate(query, token.key, *by)
+    return query, replace(token, key=key)

@@ -77,6 +77,8 @@ class ResidualBlock:
     classes: of transformers, that do nothing else outside training and hand their keywords to the attention, which
     returns (y, ...). norms, attention, gate, source, activation, target: module names inside the block.
     output: the Linear that makes y. scales_query: the attention multiplies its query by its attribute ``scaling``.
+    rotation: the function (q, k, cosine, sine) of the classes' Python module by which the attention turns query and key
+    [B, H, M, D] for their positions, value i with value i + D / 2.
     exact: model config -> whether the statement above holds for this model.
     """
 
@@ -89,6 +91,7 @@ class ResidualBlock:
     target: str
     gate: str | None = None
     scales_query: bool = False
+    rotation: str | None = None
     exact: Callable[[Any], bool] = _always
 
     def describes(self, block: nn.Module) -> bool:
@@ -128,6 +131,7 @@ FAMILIES: tuple[Family, ...] = (
             source="mlp.up_proj",
             activation="mlp.act_fn",
             target="mlp.down_proj",
+            rotation="apply_rotary_pos_emb",
         ),
     ),
     Family(

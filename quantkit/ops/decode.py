@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -58,6 +60,21 @@ def _norm(
     return total, y
 
 
+@dataclass(frozen=True, eq=False)
+class Token:
+    """What one token brings to ``attention``: key and value [1, Hkv, 1, D], and position [1] int64, their place.
+
+    turn: cosine and sine, D values each of the key's type, by which q and key are turned there, or None. Values i and
+    i + D / 2 become x_i cos_i - x_(i + D/2) sin_i and x_(i + D/2) cos_(i + D/2) + x_i sin_(i + D/2), every product and
+    sum rounded, as transformers does for Llama.
+    """
+
+    key: Tensor
+    value: Tensor
+    position: Tensor
+    turn: tuple[Tensor, Tensor] | None = None
+
+
 def can_attend(q: Tensor, keys: Tensor) -> bool:
     """Whether ``attention`` takes q [B, H, M, D] on caches [B, Hkv, capacity, D]."""
     single = q.shape[0] == 1 and q.shape[2] == 1
@@ -65,28 +82,28 @@ def can_attend(q: Tensor, keys: Tensor) -> bool:
     return q.is_cuda and q.dtype == keys.dtype and q.dtype in _TYPES and single and small and keys.is_contiguous()
 
 
+def can_turn(q: Tensor, turn: tuple[Tensor, Tensor]) -> bool:
+    """Whether ``attention`` turns q [..., D] by these."""
+    return all(part.dtype == q.dtype and part.numel() == q.shape[-1] and part.is_contiguous() for part in turn)
+
+
 def attention(
-    q: Tensor,
-    own: tuple[Tensor, Tensor],
-    cache: tuple[Tensor, Tensor],
-    mask: Tensor,
-    position: Tensor,
-    scale: float,
-    query_scale: float = 1.0,
+    q: Tensor, token: Token, cache: tuple[Tensor, Tensor], mask: Tensor, scale: float, query_scale: float = 1.0
 ) -> Tensor:
     """softmax(scale (query_scale q) keys^T) values of one token, where mask [1, 1, 1, capacity] is true.
 
-    q: [1, H, 1, D]; its product with query_scale is rounded. own: the token's key and value [1, Hkv, 1, D], written at
-    ``position`` [1] int64 of ``cache``, the keys and values [1, Hkv, capacity, D]; what lies behind it there does not
-    count. Hkv a divisor of H. Only q and own may come from the kernel queued last with overlap: mask, position and
-    cache are read before that one ends.
+    q: [1, H, 1, D]; its product with query_scale is rounded, then turned with the token's key. cache: keys and values
+    [1, Hkv, capacity, D], where the token's are written; what lies behind it there does not count. Hkv a divisor of H.
+    Only q and the token's key and value may come from the kernel queued last with overlap: the rest is read before that
+    one ends.
     Returns [1, 1, H, D].
     """
     _, heads, _, width = q.shape
     keys, values = cache
     capacity = keys.shape[2]
     y = torch.empty(1, 1, heads, width, dtype=q.dtype, device=q.device)
-    pointers = q.contiguous(), own[0].contiguous(), own[1].contiguous(), keys, values, mask, position, y
+    own = q.contiguous(), token.key.contiguous(), token.value.contiguous()
+    pointers = *own, keys, values, mask, token.position, *(token.turn or (None, None)), y
     launch(
         attention_unit(width, DTYPE_CODES[q.dtype]),
         q.device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MistralConfig, OPTConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers.cache_utils import StaticSlidingWindowLayer
 
 from quantkit.bench.fast_block import fast_blocks
 from quantkit.bench.fast_step import Parts, replaced_parts
@@ -26,6 +28,7 @@ GATED = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2}
 COVERED: dict[str, PretrainedConfig] = {
     "llama": CONFIGS["llama"],
     "mistral": MistralConfig(head_dim=16, **GATED),
+    "mistral-window": MistralConfig(head_dim=16, sliding_window=40, **GATED),
     "qwen2": Qwen2Config(**GATED),
     "qwen3": Qwen3Config(head_dim=16, **GATED),
     "opt": CONFIGS["opt"],
@@ -36,7 +39,7 @@ FULL: dict[str, PretrainedConfig] = {
     "llama": CONFIGS["llama"].__class__(intermediate_size=512, num_key_value_heads=2, **FULL_SIZES),
     "opt": OPTConfig(ffn_dim=512, word_embed_proj_dim=256, **FULL_SIZES),
 }
-BETWEEN = ("add", "mul", "relu", "silu", "gelu", "copy_", "clone", "native_layer_norm", "_to_copy")
+BETWEEN = ("neg", "cat", "add", "mul", "relu", "silu", "gelu", "copy_", "clone", "native_layer_norm", "_to_copy")
 
 
 def model_of(config: PretrainedConfig) -> Any:
@@ -48,12 +51,18 @@ def advance(session: Session, token: Tensor) -> None:
     session.position.add_(1)
 
 
+def rotation_of(model: Any) -> Any:
+    """The function by which the model's attentions turn queries and keys, or None."""
+    return getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
+
+
 @pytest.mark.parametrize("method", [None, "bcq-w3-g32"], ids=["float", "bcq"])
 @pytest.mark.parametrize("family", COVERED)
 def test_logits_are_the_models_own_to_the_bit(family: str, method: str | None) -> None:
     model = model_of(COVERED[family])
     if method is not None:
         packed(model, method)
+    own_rotation = rotation_of(model)
     parts = Parts(join_siblings(model), fast_blocks(model))
     assert len(parts.blocks) == len(decoder_blocks(model))
     ids = torch.randint(5, 50, (1, 9))
@@ -65,7 +74,30 @@ def test_logits_are_the_models_own_to_the_bit(family: str, method: str | None) -
         for session in (fast, plain):
             advance(session, expected.argmax(-1, keepdim=True))
     assert not any("forward" in vars(module) for module in model.modules())
+    assert rotation_of(model) is own_rotation
     assert all(isinstance(block.attention.scaling, float) for block in parts.blocks)
+
+
+def test_rotations_are_left_to_the_attention_where_it_writes_every_key() -> None:
+    model = model_of(CONFIGS["llama"])
+    session, own_rotation = start(model, torch.randint(5, 50, (1, 9)), 32), rotation_of(model)
+    parts = Parts((), fast_blocks(model))
+    with replaced_parts(model, session.cache, session.position, parts):
+        assert rotation_of(model) is not own_rotation
+    session.cache.layers[0] = StaticSlidingWindowLayer(max_cache_len=64, sliding_window=64)
+    with replaced_parts(model, session.cache, session.position, parts):
+        assert rotation_of(model) is own_rotation
+
+
+def test_an_attention_that_leaves_its_rotation_undone_is_an_error() -> None:
+    model = model_of(CONFIGS["llama"])
+    session = start(model, torch.randint(5, 50, (1, 9)), 32)
+    parts = Parts((), fast_blocks(model))
+    with (
+        pytest.raises(BenchError, match="does not take its keys"),
+        replaced_parts(model, session.cache, session.position, parts),
+    ):
+        rotation_of(model)(*torch.zeros(4, 1, 1, 1, 16).unbind())
 
 
 @pytest.mark.parametrize("family", ["bloom", "gpt2"])
@@ -129,8 +161,9 @@ def test_packed_models_agree_on_a_gpu(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
-def test_a_packed_opt_block_has_no_kernels_of_torch_between_its_products() -> None:
-    model = model_of(FULL["opt"])
+@pytest.mark.parametrize("family", FULL)
+def test_a_packed_block_has_no_kernels_of_torch_between_its_products(family: str) -> None:
+    model = model_of(FULL[family])
     packed(model, "bcq-w4-g128")
     model.half().cuda()
     session = start(model, torch.randint(5, 50, (1, 9), device="cuda"), 32)

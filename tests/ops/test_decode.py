@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import layer_norm, rms_norm
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quantkit.ops.activations import ACTIVATIONS
-from quantkit.ops.decode import add_norm, attention, can_attend, can_gate, can_norm, gated, norm
+from quantkit.ops.decode import Token, add_norm, attention, can_attend, can_gate, can_norm, can_turn, gated, norm
 
 CUDA = torch.device("cuda")
 RTOL = {torch.float16: 1e-3, torch.bfloat16: 8e-3}  # rounding of the result, RMSNorm rounds twice
@@ -69,19 +72,53 @@ def test_gate_limits() -> None:
     assert not can_gate(torch.zeros(64, device=CUDA), torch.zeros(64, device=CUDA))
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
-@pytest.mark.parametrize("width", [64, 128, 256])
-def test_queries_are_scaled_and_rounded_first(width: int, dtype: torch.dtype) -> None:
-    q = torch.randn(1, 4, 1, width, device=CUDA).to(dtype)
+def token_behind_others(
+    width: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, Token, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Query, token, cache and mask of a token behind 280 others, six heads on two caches."""
+    q = torch.randn(1, 6, 1, width, device=CUDA).to(dtype)
     own, cache = torch.randn(2, 1, 2, 1, width, device=CUDA).to(dtype), torch.randn(2, 1, 2, 300, width, device=CUDA)
     keys, values = cache.to(dtype).unbind()
     mask, position = torch.ones(1, 1, 1, 300, device=CUDA).bool(), torch.tensor([280], device=CUDA)
     mask[..., 281:] = False
-    torch.cuda.synchronize()
+    return q, Token(own[0], own[1], position), (keys, values), mask
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_queries_are_scaled_and_rounded_first(width: int, dtype: torch.dtype) -> None:
+    q, token, cache, mask = token_behind_others(width, dtype)
     query_scale = width**-0.5
-    expected = attention(q * query_scale, (own[0], own[1]), (keys, values), mask, position, 0.7)
-    assert torch.equal(attention(q, (own[0], own[1]), (keys, values), mask, position, 0.7, query_scale), expected)
+    scaled = q * query_scale
+    torch.cuda.synchronize()
+    expected = attention(scaled, token, cache, mask, 0.7)
+    assert torch.equal(attention(q, token, cache, mask, 0.7, query_scale), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_query_and_key_are_turned_as_transformers_does(width: int, dtype: torch.dtype) -> None:
+    q, token, (keys, values), mask = token_behind_others(width, dtype)
+    angles = torch.rand(1, 1, width, device=CUDA) * 6
+    turn = angles.cos().to(dtype), angles.sin().to(dtype)
+    turned_q, turned_key = apply_rotary_pos_emb(q, token.key, *turn)
+    assert can_turn(q, turn)
+    torch.cuda.synchronize()
+    expected = attention(turned_q, replace(token, key=turned_key), (keys, values), mask, 0.7)
+    keys[:, :, 280] = 0
+    torch.cuda.synchronize()
+    assert torch.equal(attention(q, replace(token, turn=turn), (keys, values), mask, 0.7), expected)
+    assert torch.equal(keys[:, :, 280], turned_key[:, :, 0])
+    assert torch.equal(values[:, :, 280], token.value[:, :, 0])
+
+
+def test_turns_of_another_type_or_size_are_not_taken() -> None:
+    q, angles = torch.zeros(1, 4, 1, 64).half(), torch.zeros(1, 1, 64)
+    assert can_turn(q, (angles.half(), angles.half()))
+    assert not can_turn(q, (angles, angles))
+    assert not can_turn(q, (angles.half()[..., :32], angles.half()[..., :32]))
 
 
 @pytest.mark.cuda
@@ -106,15 +143,15 @@ def test_attention_matches_fp64(
     mask = torch.rand(1, 1, 1, capacity, device=CUDA) < 0.6
     mask[..., here], mask[..., here + 1 :] = True, False
     assert can_attend(q, cache[0])
-    position = torch.tensor([here], device=CUDA)
-    first = attention(q, (own[0], own[1]), (cache[0], cache[1]), mask, position, 0.125)
-    for tensor, token in zip(cache, own, strict=True):
-        assert torch.equal(tensor[:, :, here], token[:, :, 0])
+    token = Token(own[0], own[1], torch.tensor([here], device=CUDA))
+    first = attention(q, token, (cache[0], cache[1]), mask, 0.125)
+    for tensor, new in zip(cache, own, strict=True):
+        assert torch.equal(tensor[:, :, here], new[:, :, 0])
     wide_keys, wide_values = (t.double().repeat_interleave(heads // kv_heads, 1) for t in cache)
     scores = (q.double() @ wide_keys.transpose(2, 3) * 0.125).masked_fill(~mask, float("-inf"))
     expected = (scores.softmax(-1) @ wide_values).transpose(1, 2)
     assert error(first, expected) < RTOL[dtype]
-    assert torch.equal(attention(q, (own[0], own[1]), (cache[0], cache[1]), mask, position, 0.125), first)
+    assert torch.equal(attention(q, token, (cache[0], cache[1]), mask, 0.125), first)
 
 
 @pytest.mark.cuda
@@ -122,7 +159,7 @@ def test_attention_writes_one_position_only() -> None:
     keys, values = torch.zeros(2, 1, 4, 192, 128, device=CUDA).half().unbind()
     key, value = torch.randn(2, 1, 4, 1, 128, device=CUDA).half().unbind()
     q, mask = torch.randn(1, 8, 1, 128, device=CUDA).half(), torch.ones(1, 1, 1, 192, device=CUDA).bool()
-    attention(q, (key, value), (keys, values), mask, torch.tensor([77], device=CUDA), 1.0)
+    attention(q, Token(key, value, torch.tensor([77], device=CUDA)), (keys, values), mask, 1.0)
     assert keys.count_nonzero() == key.count_nonzero()
     assert values.count_nonzero() == value.count_nonzero()
 

@@ -40,7 +40,9 @@ SUBSETS = {
         "bcq",
     ),
     "decode": Subset(
-        ("test_decode.py",), "match_torch or normed_as_if or scaled_and_rounded or attention_matches", "decode"
+        ("test_decode.py",),
+        "match_torch or normed_as_if or scaled_and_rounded or are_turned or attention_matches",
+        "decode",
     ),
     "flatten": Subset(
         ("test_flatten_kernels.py",), "(quantizer_gives and (20-32 or 999)) or rows_that_are_not_aligned", "flatten"
