@@ -27,7 +27,7 @@ from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.progress import track
 
 _CHECKED_STEPS = 4
-_FAST_TOLERANCE = 2e-2  # of the logits after dozens of blocks in fp16, rounded in other places
+_FAST_TOLERANCE = 5e-2  # of the logits after dozens of blocks in fp16: rounding alone was seen to change them by 2e-2
 
 
 @dataclass(frozen=True)
