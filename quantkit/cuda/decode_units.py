@@ -12,7 +12,8 @@ NORM_THREADS, ATTENTION_THREADS, GATED_THREADS = 512, 512, 128
 NORM_VECTORS = (1, 2, 4)  # 16-byte pieces of a row per thread
 _PASS_COLUMNS = NORM_THREADS * 8
 NORM_COLUMNS = _PASS_COLUMNS * NORM_VECTORS[-1]  # the longest row
-ATTENTION_CAPACITY = 8192  # cache entries whose scores a block keeps in shared memory
+SLICE_ENTRIES = 4096  # of a cache, whose scores a block keeps in shared memory
+SLICE_STEP = 64  # entries of a slice are a multiple
 
 
 def norm_unit(centered: bool, dtype: int, columns: int) -> CompileUnit:
@@ -23,7 +24,12 @@ def norm_unit(centered: bool, dtype: int, columns: int) -> CompileUnit:
 
 def attention_unit(head_dim: int, dtype: int) -> CompileUnit:
     """decodeAttention for one of HEAD_DIMS and one of DTYPES."""
-    return CompileUnit("decode.cu", "decodeAttention", (head_dim, dtype))
+    return CompileUnit("decode_attention.cu", "decodeAttention", (head_dim, dtype))
+
+
+def merge_unit(head_dim: int, dtype: int) -> CompileUnit:
+    """decodeMerge of the slices of decodeAttention."""
+    return CompileUnit("decode_attention.cu", "decodeMerge", (head_dim, dtype))
 
 
 def gated_unit(dtype: int) -> CompileUnit:
@@ -37,4 +43,5 @@ def decode_units(major: int, minor: int) -> Iterator[CompileUnit]:
         for vectors in NORM_VECTORS:
             yield from (norm_unit(centered, dtype, vectors * _PASS_COLUMNS) for centered in (True, False))
         yield gated_unit(dtype)
-        yield from (attention_unit(head_dim, dtype) for head_dim in HEAD_DIMS)
+        for head_dim in HEAD_DIMS:
+            yield from (attention_unit(head_dim, dtype), merge_unit(head_dim, dtype))

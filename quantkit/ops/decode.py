@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from quantkit.cuda.decode_units import (
-    ATTENTION_CAPACITY,
     ATTENTION_THREADS,
     GATED_THREADS,
     HEAD_DIMS,
     NORM_COLUMNS,
     NORM_THREADS,
+    SLICE_ENTRIES,
+    SLICE_STEP,
     attention_unit,
     gated_unit,
+    merge_unit,
     norm_unit,
 )
+from quantkit.cuda.device import processor_count
 from quantkit.cuda.launch import DTYPE_CODES, launch
 from quantkit.ops.activations import ACTIVATIONS
 
 _TYPES = (torch.float16, torch.bfloat16)
 _VECTOR_VALUES = 8
 _FLOAT_BYTES, _VECTOR_BYTES = 4, 16
+_ROUND, _MERGE, _MERGED_SLICE = 256, 256, 16  # entries that take as long as: a round of blocks, a merge, a slice of it
+_MOST_SLICES = 64
 
 
 def can_norm(x: Tensor) -> bool:
@@ -78,8 +84,21 @@ class Token:
 def can_attend(q: Tensor, keys: Tensor) -> bool:
     """Whether ``attention`` takes q [B, H, M, D] on caches [B, Hkv, capacity, D]."""
     single = q.shape[0] == 1 and q.shape[2] == 1
-    small = q.shape[3] in HEAD_DIMS and keys.shape[2] <= ATTENTION_CAPACITY
-    return q.is_cuda and q.dtype == keys.dtype and q.dtype in _TYPES and single and small and keys.is_contiguous()
+    known = q.dtype == keys.dtype and q.dtype in _TYPES and q.shape[3] in HEAD_DIMS
+    return q.is_cuda and single and known and keys.is_contiguous()
+
+
+@cache
+def slices_of(capacity: int, heads: int, processors: int) -> int:
+    """Slices of a cache, each read by blocks of its own, that take the least time on so many multiprocessors."""
+
+    def cost(slices: int) -> int:
+        rounds = -(-heads * slices // processors)
+        merge = _MERGE + slices * _MERGED_SLICE if slices > 1 else 0
+        return rounds * (_ROUND + -(-capacity // slices)) + merge
+
+    least = -(-capacity // SLICE_ENTRIES)
+    return min(range(least, max(least, _MOST_SLICES) + 1), key=cost)
 
 
 def can_turn(q: Tensor, turn: tuple[Tensor, Tensor]) -> bool:
@@ -100,19 +119,29 @@ def attention(
     """
     _, heads, _, width = q.shape
     keys, values = cache
-    capacity = keys.shape[2]
+    capacity, dtype = keys.shape[2], DTYPE_CODES[q.dtype]
+    slices = slices_of(capacity, heads, processor_count(q.device))
+    longest = -(-capacity // (slices * SLICE_STEP)) * SLICE_STEP
     y = torch.empty(1, 1, heads, width, dtype=q.dtype, device=q.device)
+    parts: tuple[Tensor | None, Tensor | None] = (None, None)
+    if slices > 1:
+        made = torch.empty(heads * slices * (width + 2), dtype=torch.float32, device=q.device)
+        parts = made[: heads * slices * width], made[heads * slices * width :]
     own = q.contiguous(), token.key.contiguous(), token.value.contiguous()
-    pointers = *own, keys, values, mask, token.position, *(token.turn or (None, None)), y
+    pointers = *own, keys, values, mask, token.position, *(token.turn or (None, None)), y, *parts
     launch(
-        attention_unit(width, DTYPE_CODES[q.dtype]),
+        attention_unit(width, dtype),
         q.device,
-        grid=(heads,),
+        grid=(heads, slices),
         block=(ATTENTION_THREADS,),
         args=(*pointers, heads // keys.shape[1], capacity, query_scale, scale),
-        shared_mem=capacity * _FLOAT_BYTES,
+        shared_mem=longest * _FLOAT_BYTES,
         overlap=True,
     )
+    if slices > 1:
+        launch(
+            merge_unit(width, dtype), q.device, grid=(heads,), block=(width,), args=(*parts, y, slices), overlap=True
+        )
     return y
 
 

@@ -10,7 +10,18 @@ from torch.nn.functional import layer_norm, rms_norm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quantkit.ops.activations import ACTIVATIONS
-from quantkit.ops.decode import Token, add_norm, attention, can_attend, can_gate, can_norm, can_turn, gated, norm
+from quantkit.ops.decode import (
+    Token,
+    add_norm,
+    attention,
+    can_attend,
+    can_gate,
+    can_norm,
+    can_turn,
+    gated,
+    norm,
+    slices_of,
+)
 
 CUDA = torch.device("cuda")
 RTOL = {torch.float16: 1e-3, torch.bfloat16: 8e-3}  # rounding of the result, RMSNorm rounds twice
@@ -131,7 +142,9 @@ def test_norm_limits() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 64), (8, 2, 128), (3, 1, 256)])
-@pytest.mark.parametrize(("capacity", "here"), [(5, 0), (192, 191), (1000, 700), (1024, 37)])
+@pytest.mark.parametrize(
+    ("capacity", "here"), [(5, 0), (192, 191), (1000, 700), (1024, 37), (4100, 4099), (9000, 8217), (9000, 40)]
+)
 def test_attention_matches_fp64(
     capacity: int, here: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype
 ) -> None:
@@ -141,6 +154,7 @@ def test_attention_matches_fp64(
     for tensor in cache:
         tensor[:, :, here] = float("nan")  # the token's place is not read before it is written
     mask = torch.rand(1, 1, 1, capacity, device=CUDA) < 0.6
+    mask[..., : here // 3] = False  # whole slices of long caches
     mask[..., here], mask[..., here + 1 :] = True, False
     assert can_attend(q, cache[0])
     token = Token(own[0], own[1], torch.tensor([here], device=CUDA))
@@ -152,6 +166,15 @@ def test_attention_matches_fp64(
     expected = (scores.softmax(-1) @ wide_values).transpose(1, 2)
     assert error(first, expected) < RTOL[dtype]
     assert torch.equal(attention(q, token, (cache[0], cache[1]), mask, 0.125), first)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "heads", "slices"),
+    [(256, 32, 1), (512, 32, 4), (1024, 64, 2), (1024, 72, 1), (4096, 72, 3), (8192, 500, 2), (200_000, 32, 49)],
+    ids=["short", "gpu-full", "two", "nearly-full", "two-rounds", "scores-fit", "long"],
+)
+def test_long_caches_are_sliced(capacity: int, heads: int, slices: int) -> None:
+    assert slices_of(capacity, heads, processors=132) == slices
 
 
 @pytest.mark.cuda
