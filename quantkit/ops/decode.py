@@ -28,7 +28,7 @@ from quantkit.ops.activations import ACTIVATIONS
 _TYPES = (torch.float16, torch.bfloat16)
 _VECTOR_VALUES = 8
 _FLOAT_BYTES, _VECTOR_BYTES = 4, 16
-_ROUND, _MERGE, _MERGED_SLICE = 256, 256, 16  # entries that take as long as: a round of blocks, a merge, a slice of it
+_ROUND, _MERGE, _MERGED_SLICE = 192, 256, 16  # entries that take as long as: a round of blocks, a merge, a slice of it
 _MOST_SLICES = 64
 
 

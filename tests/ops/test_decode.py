@@ -170,8 +170,8 @@ def test_attention_matches_fp64(
 
 @pytest.mark.parametrize(
     ("capacity", "heads", "slices"),
-    [(256, 32, 1), (512, 32, 4), (1024, 64, 2), (1024, 72, 1), (4096, 72, 3), (8192, 500, 2), (200_000, 32, 49)],
-    ids=["short", "gpu-full", "two", "nearly-full", "two-rounds", "scores-fit", "long"],
+    [(256, 32, 1), (512, 32, 4), (1024, 72, 1), (2048, 72, 3), (4096, 72, 5), (8192, 500, 2), (200_000, 32, 49)],
+    ids=["short", "gpu-full", "nearly-full", "two-rounds", "three-rounds", "scores-fit", "long"],
 )
 def test_long_caches_are_sliced(capacity: int, heads: int, slices: int) -> None:
     assert slices_of(capacity, heads, processors=132) == slices
