@@ -18,7 +18,8 @@ from tests.tiny import sample_text, save_tiny_model
 
 # Tiny tensors gain nothing from more threads, and many processes with a thread per core wait for each other. The
 # variable is for the processes that tests start.
-torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
+if os.environ.setdefault("OMP_NUM_THREADS", "1") == "1":
+    torch.set_num_threads(1)
 
 
 def _missing_for_cuda() -> str | None:

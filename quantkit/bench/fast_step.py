@@ -92,7 +92,7 @@ def replaced_parts(model: Any, cache: Any, position: Tensor, parts: Parts) -> It
         yield
         if _waiting or _unturned:
             raise BenchError(f"{type(model).__name__}: its attention does not take its keys from the cache")
-        if attend and layers:  # masks and positions are made from these counts; sliding windows count for themselves
+        if attend and layers:  # masks and positions are made from these counts; other layers count for themselves
             torch._foreach_add_([layer.cumulative_length for layer in layers], 1)
 
 
@@ -155,11 +155,11 @@ def _attend(
     token, left = _waiting.pop(id(key), None), getattr(module, "scaling", None)
     turn = None if token is None else _unturned.pop(id(query), None)
     query_scale = left.value if isinstance(left, QueryScale) else 1.0
-    usable = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
-    usable = usable and token is not None and can_attend(query, key)
+    masked = attention_mask is not None and attention_mask.dtype == torch.bool and attention_mask.shape[1] == 1
+    by_kernel = masked and can_attend(query, key)
     if token is not None and turn is not None:
-        query, token = _turned(query, token, turn, usable)
-    if token is None or not usable:
+        query, token = _turned(query, token, turn, by_kernel)
+    if token is None or not by_kernel:
         if token is not None:
             key.index_copy_(2, token.position, token.key)
             value.index_copy_(2, token.position, token.value)

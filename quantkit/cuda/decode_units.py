@@ -13,7 +13,7 @@ NORM_VECTORS = (1, 2, 4)  # 16-byte pieces of a row per thread
 _PASS_COLUMNS = NORM_THREADS * 8
 NORM_COLUMNS = _PASS_COLUMNS * NORM_VECTORS[-1]  # the longest row
 SLICE_ENTRIES = 4096  # of a cache, whose scores a block keeps in shared memory
-SLICE_STEP = 64  # entries of a slice are a multiple
+SLICE_STEP = 64  # entries of a slice are a multiple; also in decode_attention.cu
 
 
 def norm_unit(centered: bool, dtype: int, columns: int) -> CompileUnit:
