@@ -33,6 +33,10 @@ class KernelError(QuantkitError):
     """A kernel that cannot be built or run on this machine."""
 
 
+class DeviceError(QuantkitError):
+    """A device that is not there, or of a kind that nothing here runs on."""
+
+
 class BenchError(QuantkitError):
     """A measurement that must not be reported (wrong result, above the hardware's peak)."""
 

@@ -66,8 +66,11 @@ def _forward(session: Session, ids: Tensor, first: Tensor) -> Tensor:
 def start(model: Any, ids: Tensor, capacity: int) -> Session:
     """Read the prompt ids [1, count] into a cache for ``capacity`` tokens or some more and choose the first new token.
 
-    Raises BenchError where prompt and answer do not fit the model's positions or its sliding window.
+    Raises BenchError for a prompt of no tokens, or where prompt and answer do not fit the model's positions or its
+    sliding window.
     """
+    if not ids.shape[1]:
+        raise BenchError("--prompt: the tokenizer makes no token of it; give some text to continue")
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and capacity > limit:
         raise BenchError(f"{capacity} tokens of prompt and answer exceed the model's {limit} positions")
@@ -171,7 +174,7 @@ def _rewind(session: Session, token: Tensor, position: Tensor, lengths: list[Ten
 def generate(model: Any, ids: Tensor, new_tokens: int, stop: int | None = None) -> Tensor:
     """The prompt ids [1, count] and up to ``new_tokens`` greedy tokens, ending with ``stop`` where it comes.
 
-    Raises BenchError where that does not fit the model's positions or its sliding window.
+    Raises BenchError as start does.
     """
     session = start(model, ids, ids.shape[1] + new_tokens)
     advance = captured_step(session) if new_tokens > 1 else None

@@ -27,16 +27,11 @@ PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", h
 
 
 def _device(name: str | None) -> torch.device:
-    """The device to run on. Raises BenchError for one that torch does not know or cannot reach."""
-    import torch
+    """The device to run on. Raises DeviceError for one that is not there."""
+    from quantkit.cuda.device import usable_device
+    from quantkit.models.loading import first_device
 
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise BenchError(f"--device {name}: not a device; use cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise BenchError("--device cuda: torch finds no NVIDIA GPU here; use --device cpu")
-    return device
+    return usable_device(name or first_device())
 
 
 def _integers(option: str, text: str) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ from functools import cache
 
 import torch
 
+from quantkit.errors import DeviceError
+
 OVERLAP_CAPABILITY = (9, 0)  # from here on a launch may start before its predecessor ends, and blocks form clusters
 _SHARED_BYTES = {(8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10}
 _SHARED_BYTES_ELSEWHERE = 99 << 10
@@ -19,6 +21,19 @@ class Gpu:
 
     capability: tuple[int, int]
     processors: int
+
+
+def usable_device(name: str | torch.device) -> torch.device:
+    """The CPU or a GPU of this machine by name. Raises DeviceError for anything else."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"--device {name}: not a device; use cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"--device {name}: nothing here runs on it; use cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"--device {name}: no usable GPU of that name here (see quantkit doctor); use --device cpu")
+    return device
 
 
 @cache

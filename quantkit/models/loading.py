@@ -92,17 +92,18 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
     """(model in eval mode on the device, tokenizer) of a folder, a hub id, the demo name or a quantkit checkpoint.
 
     dtype: None keeps the checkpoint's on a GPU and is fp32 on a CPU, where half precision is slow and inexact.
-    Raises ModelError naming the cause: folder, hub, config, tokenizer, missing or damaged weights, device.
+    Raises ModelError naming the cause: folder, hub, config, tokenizer, missing or damaged weights; DeviceError for a
+    device that is not there.
     """
     source = resolve_model(model)
     quantized = source.offline is None and read_config(source.location).get("quantization_config")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from quantkit.cuda.device import usable_device
+
+    device = usable_device(device)
     _silence_loading_bars()
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f"device {device}: no usable GPU here (see quantkit doctor); use --device cpu")
     if isinstance(quantized, dict) and quantized.get("quant_method") == "quantkit":
         from quantkit.integrations.transformers import register
 

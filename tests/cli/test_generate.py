@@ -12,3 +12,7 @@ def test_continues_the_prompt(tiny_model: Callable[[str], Path]) -> None:
 
 def test_missing_model_is_refused(tmp_path: Path) -> None:
     assert "absent" in refusal("generate", tmp_path / "absent", "--prompt", "x")
+
+
+def test_empty_prompt_is_refused(tiny_model: Callable[[str], Path]) -> None:
+    assert "makes no token of it" in refusal("generate", tiny_model("gpt2"), "--prompt", "")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.errors import ModelError
+from quantkit.errors import DeviceError, ModelError
 from quantkit.models.loading import fingerprint, is_quantized, load_model, resolve_model
 from tests.network import HUB_ANSWER_SECONDS, cut_network
 from tests.tiny import save_tiny_model
@@ -110,8 +110,22 @@ def test_missing_tokenizer_is_named(copy: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_gpu_that_is_not_there_is_refused(tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(ModelError, match="no usable GPU"):
+    with pytest.raises(DeviceError, match="no usable GPU"):
         load_model(str(tiny_model("llama")), device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("banana", "not a device"),
+        ("cuda:x", "not a device"),
+        ("meta", "nothing here runs"),
+        ("cuda:99", "no usable GPU"),
+    ],
+)
+def test_other_devices_are_refused(name: str, reason: str, tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(DeviceError, match=rf"--device {name}: {reason}.*; use"):
+        load_model(str(tiny_model("llama")), device=name)
 
 
 def test_quantized_folder_is_recognized(copy: Path) -> None:
