@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from quantkit.hooks import when_transformers_loads
+from quantkit.integrations.import_hook import when_transformers_loads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

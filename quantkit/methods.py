@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight
-from quantkit.quantizers import bcq, bipolar, flatten, rotation, rounding, smoothing
+from quantkit.quantizers import bipolar, rotation, rounding
 from quantkit.quantizers.base import LayerInput, Transformed
+from quantkit.quantizers.bcq import quantizer as bcq
+from quantkit.quantizers.flatten import quantizer as flatten
+from quantkit.quantizers.flatten import smoothing
 from quantkit.recipe import Recipe, nearest
 
 

@@ -4,7 +4,7 @@ schema: 1
 method: bcq                                   # a row of METHODS
 settings: {weight_bits: 4, group_size: 128}   # that method's settings; unset ones take their defaults
 keep: ["lm_head"]                             # modules left in floating point; globs on module names
-attention_bits: 8                             # optional: attention in INT8 too (integrations/int8_attention.py)
+attention_bits: 8                             # optional: attention in INT8 too (runtime/int8_attention.py)
 layers:                                       # exceptions; the first matching glob wins
   - {match: "*.mlp.down_proj", weight_bits: 5}
 """

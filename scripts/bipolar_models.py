@@ -24,18 +24,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quantkit.bench.causal import plain_causal
 from quantkit.bench.decode import shaped_model, weight_bytes
-from quantkit.bench.generation import captured_step, start
 from quantkit.bench.kernels import TOLERANCE, relative_error
 from quantkit.bench.methods import method_spec
 from quantkit.bench.report import environment
 from quantkit.bench.shapes import MODELS
-from quantkit.bench.timing import capture, check_peak, check_result, peak_bandwidth
+from quantkit.bench.timing import check_peak, check_result, peak_bandwidth
 from quantkit.cli.common import check_json_path, write_json
 from quantkit.cli.script import needed_gpu, run_script
 from quantkit.models.families import block_linears, decoder_blocks
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.runtime.causal_mask import plain_causal
+from quantkit.runtime.cuda_graph import capture
+from quantkit.runtime.generation import captured_step, start
 
 SHAPES = ("llama-2-7b", "opt-6.7b", "bloom-7b")
 FP16, NF4 = "fp16", "bitsandbytes nf4"

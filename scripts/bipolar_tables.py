@@ -29,8 +29,7 @@ from quantkit.cli.common import check_json_path, write_json
 from quantkit.cli.script import needed_gpu, run_script
 from quantkit.cuda.device import processor_count
 from quantkit.errors import BenchError
-from quantkit.ops.bipolar import bipolar_prepared_linear, bipolar_prepared_linear_reference
-from quantkit.ops.bipolar_kernels import (
+from quantkit.ops.bipolar.launch import (
     Activations,
     best_tile,
     expand,
@@ -39,7 +38,8 @@ from quantkit.ops.bipolar_kernels import (
     quantize_tiles,
     runs_on_gemv,
 )
-from quantkit.ops.bipolar_tiles import plane_row_sums, tile_weight
+from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight
+from quantkit.ops.bipolar.op import bipolar_prepared_linear, bipolar_prepared_linear_reference
 
 Shape = tuple[int, int, int]
 SQUARES = [(size, size, size) for size in (128, 256, 512, 1024, 2048, 4096, 8192)]

@@ -23,8 +23,8 @@ from quantkit.bench.shapes import parse_shapes
 from quantkit.bench.timing import measure, rotation_length
 from quantkit.cli.common import check_json_path
 from quantkit.cli.script import needed_gpu, run_script
-from quantkit.ops.bcq_cuda import lut_gemv
-from quantkit.ops.bcq_tiles import BcqTiles
+from quantkit.ops.bcq.launch import lut_gemv
+from quantkit.ops.bcq.layout import BcqTiles
 
 CUDA = torch.device("cuda")
 GROUP = 128

@@ -12,8 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 
 from quantkit.cli.script import needed_gpu, run_script
-from quantkit.cuda.instances import all_units
-from quantkit.cuda.units import CompileUnit, cached_cubin, target
+from quantkit.cuda.compile import CompileUnit, cached_cubin, target
+from quantkit.ops.instances import all_units
 
 
 def _compile(job: tuple[CompileUnit, str]) -> None:

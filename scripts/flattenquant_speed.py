@@ -36,7 +36,8 @@ from quantkit.formats.flatten import pack_nibbles
 from quantkit.formats.table import stored_bytes
 from quantkit.models.families import decoder_blocks
 from quantkit.nn.quantized_linear import QuantizedLinear
-from quantkit.ops.flatten import (
+from quantkit.ops.attention.op import int8_attention
+from quantkit.ops.flatten.op import (
     flatten_quantize_reference,
     flatten_quantize_tiles,
     int8_gemm_tiles,
@@ -44,7 +45,6 @@ from quantkit.ops.flatten import (
     tile_codes,
     untile_codes,
 )
-from quantkit.ops.int8_attention import int8_attention
 
 BEGIN, END = "<!-- speed: begin -->", "<!-- speed: end -->"
 INT8_PEAKS = {"NVIDIA H200": 1.928e15}  # measured with warpgroup products alone, operations/s

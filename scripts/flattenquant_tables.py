@@ -29,9 +29,9 @@ from quantkit.calibration.runner import calibrate
 from quantkit.checkpoint.summary import summarize
 from quantkit.data.corpora import load_text
 from quantkit.evaluation.perplexity import perplexity
+from quantkit.jobs.quantize import quantize_model
 from quantkit.models.loading import load_model
 from quantkit.nn.clipping import count_clipping
-from quantkit.quantize import quantize_model
 from quantkit.recipe import load_recipe
 
 CALIBRATION_WINDOWS, CALIBRATION_SEQ_LEN = 32, 512

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from quantkit.cli.script import needed_gpu, run_script
-from quantkit.ops.bcq_cuda import tensor_core_gemv
-from quantkit.ops.bcq_tiles import BcqTiles
+from quantkit.ops.bcq.launch import tensor_core_gemv
+from quantkit.ops.bcq.layout import BcqTiles
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Times block layouts of bcq_binary_gemv, bcq_int8_gemv and their peers: what quantkit/cuda/bcq_plan.py is tuned by.
+"""Times block layouts of bcq_binary_gemv, bcq_int8_gemv and their peers: what quantkit/ops/bcq/plan.py is tuned by.
 
 python scripts/tune_bcq.py [--sizes 4096,12288,16384] [--bits 1,2,4] [--json FILE]
 """
@@ -18,10 +18,10 @@ from torch import Tensor
 from quantkit.bench.timing import measure, rotation_length
 from quantkit.cli.common import check_json_path
 from quantkit.cli.script import needed_gpu, run_script
-from quantkit.cuda.bcq_units import GemvTile
 from quantkit.errors import KernelError
-from quantkit.ops.bcq_cuda import lut_gemv, tensor_core_gemv
-from quantkit.ops.bcq_tiles import BcqTiles
+from quantkit.ops.bcq.instances import GemvTile
+from quantkit.ops.bcq.launch import lut_gemv, tensor_core_gemv
+from quantkit.ops.bcq.layout import BcqTiles
 
 Gemv = Callable[..., Tensor]
 binary_gemv: Gemv = partial(tensor_core_gemv, int8=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantkit.quantize import QuantizeResult, quantize_model
+from quantkit.jobs.quantize import QuantizeResult, quantize_model
 from quantkit.recipe import load_recipe
 
 FAMILIES = ("llama", "opt", "bloom", "gpt2")

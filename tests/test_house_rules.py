@@ -17,14 +17,17 @@ SLOW_IMPORTS = ("torch", "transformers", "datasets", "accelerate", "cupy", "nump
 
 # Floors, lowest first; a module imports from its own floor or below.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "assets", "recipe", "stats", "progress", "hooks", "hub"),
+    ("errors", "assets", "recipe", "stats", "progress", "hub"),
     ("formats", "cuda"),
     ("ops", "models", "data"),
     ("nn", "quantizers", "calibration"),
-    ("methods", "doctor", "evaluation"),
+    ("methods", "evaluation"),
     ("checkpoint",),
+    ("runtime",),
     ("integrations", "bench"),
-    ("quantize", "search", "compare", "report"),
+    ("search",),
+    ("jobs",),
+    ("report",),
     ("cli", "__main__"),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -7,7 +7,7 @@ import pytest
 from quantkit.assets import recipe_names
 from quantkit.errors import RecipeError
 from quantkit.methods import check_recipe, plan_layers
-from quantkit.quantizers.bcq import BcqSettings
+from quantkit.quantizers.bcq.quantizer import BcqSettings
 from quantkit.quantizers.rounding import RtnSettings
 from quantkit.recipe import load_recipe, parse_recipe
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import BenchError
-from quantkit.ops.int8_attention import MOST, int8_attention, int8_attention_reference
+from quantkit.ops.attention.op import MOST, int8_attention, int8_attention_reference
 
 _FIRST_ID, _WINDOW = 10, 256
 _CHECKED_KEYS = 200
@@ -28,7 +28,7 @@ class HeadShape:
 
 def install_int8_attention(model: Any) -> None:
     """Make a model compute attention in INT8, with scales from one window of random tokens."""
-    from quantkit.integrations import int8_attention as integration
+    from quantkit.runtime import int8_attention as integration
 
     windows = torch.randint(_FIRST_ID, model.config.vocab_size, (1, _WINDOW))
     integration.install(model, integration.calibrate(model, windows))

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quantkit.bench.generation import captured_step, next_logits, start, step
 from quantkit.bench.kernels import TOLERANCE, compute_dtype, random_linear, relative_error
 from quantkit.bench.memory import check_fits, fits, model_bytes
 from quantkit.bench.methods import method_spec
@@ -25,6 +24,7 @@ from quantkit.formats.table import stored_bytes
 from quantkit.models.families import decoder_blocks
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.progress import track
+from quantkit.runtime.generation import captured_step, next_logits, start, step
 
 _CHECKED_STEPS = 4
 _FAST_TOLERANCE = 5e-2  # of the logits after dozens of blocks in fp16: rounding alone was seen to change them by 2e-2

@@ -9,10 +9,10 @@ from quantkit.errors import BenchError
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.flatten import FlattenSpec, max_code, pack_nibbles, padded_columns, unpack_codes
 from quantkit.nn.flatten_linear import quantized
-from quantkit.nn.fused_ffn import FusedPair
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.ops.activations import ACTIVATIONS
-from quantkit.ops.flatten import flatten_quantize_reference, untile_codes
+from quantkit.ops.flatten.op import flatten_quantize_reference, untile_codes
+from quantkit.runtime.fused_ffn import FusedPair
 
 FLATTEN_SHARES = {  # FlattenQuant Table 4: INT4 layers of O2 and O3, extended channels per channel
     "opt-6.7b": (0.4725, 0.2441),

@@ -195,14 +195,14 @@ def implementation(module: QuantizedLinear, x: Tensor) -> str:
 
 
 def _bcq_kernel(module: QuantizedLinear, x: Tensor) -> str:
-    from quantkit.ops.bcq_choice import choose
+    from quantkit.ops.bcq.autotune import choose
 
     spec = module.spec
     return choose(x, spec.weight_bits, module.out_features, spec.group_size, spec.scale_bits)
 
 
 def _bipolar_kernel(module: QuantizedLinear, x: Tensor) -> str:
-    from quantkit.ops.bipolar_kernels import GEMV_COLUMNS, path_for
+    from quantkit.ops.bipolar.launch import GEMV_COLUMNS, path_for
 
     if x.shape[0] * module.spec.act_bits <= GEMV_COLUMNS:
         return "bipolar_gemv"

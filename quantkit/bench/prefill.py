@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.bench.attention import check_int8_attention, head_shape, install_int8_attention
-from quantkit.bench.causal import plain_causal
 from quantkit.bench.decode import shaped_model
 from quantkit.bench.flatten_layers import (
     INT8_ATTENTION,
@@ -37,10 +36,11 @@ from quantkit.errors import BenchError
 from quantkit.formats.flatten import FlattenSpec
 from quantkit.formats.table import stored_bytes
 from quantkit.models.families import decoder_blocks
-from quantkit.nn.batch_parts import split_batches
-from quantkit.nn.fused_ffn import fuse_chains, fused_pairs
 from quantkit.nn.quantized_linear import QuantizedLinear
-from quantkit.ops.flatten_kernels import REQUANTIZED_DTYPES
+from quantkit.ops.flatten.launch import REQUANTIZED_DTYPES
+from quantkit.runtime.batch_chunks import split_batches
+from quantkit.runtime.causal_mask import plain_causal
+from quantkit.runtime.fused_ffn import fuse_chains, fused_pairs
 
 FP16 = "fp16"
 COMPUTE_PEAKS = {  # dense operations/s of fp16 and of INT8, datasheets

@@ -9,16 +9,15 @@ A time is only reported if the result was right and the implied traffic is possi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from quantkit.bench.nvml import sm_megahertz
 from quantkit.errors import BenchError
+from quantkit.runtime.cuda_graph import Call, capture
 
 MIN_REPEATS = 100
 MIN_SECONDS = 1.0
@@ -40,8 +39,6 @@ READ_BANDWIDTH = {  # bytes/s; H200 measured with a read-only kernel, the others
     "NVIDIA GeForce RTX 4090": 1.008e12,
     "NVIDIA GeForce RTX 5090": 1.792e12,
 }
-
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -72,33 +69,6 @@ def measure(calls: Sequence[Call], device: torch.device, *, min_repeats: int = M
     device: cuda replays a graph of them, cpu calls them in turn. Returns the time of one call.
     """
     return _measure_cuda(calls, device, min_repeats) if device.type == "cuda" else _measure_cpu(calls, min_repeats)
-
-
-class FilledScalars(TorchFunctionMode):
-    """Makes torch.tensor(number, device=...) a fill: a copy from the host, as in masks, cannot be captured."""
-
-    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call func, or torch.full in the place of torch.tensor."""
-        if func is torch.tensor and isinstance(args[0], int | float):
-            func, args = torch.full, ((), *args)
-        return func(*args, **(kwargs or {}))
-
-
-def capture(calls: Sequence[Call], device: torch.device) -> torch.cuda.CUDAGraph:
-    """One CUDA graph running the calls in order; each ran once before, so that kernels are loaded."""
-    with torch.cuda.device(device):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for call in calls[:2]:
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph), FilledScalars():
-            for call in calls:
-                call()
-    return graph
 
 
 def _measure_cuda(calls: Sequence[Call], device: torch.device, min_repeats: int) -> Timing:

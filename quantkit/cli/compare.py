@@ -32,10 +32,10 @@ def compare(
 
     dataset, file = (text, None) if text in DATASETS else (None, Path(text))
     check_text(dataset, file)
-    from quantkit.compare import check_models, comparison_table
-    from quantkit.compare import compare as measure
     from quantkit.evaluation.perplexity import check_options
     from quantkit.evaluation.tasks import TaskOptions
+    from quantkit.jobs.compare import check_models, comparison_table
+    from quantkit.jobs.compare import compare as measure
 
     check_options("gptq", seq_len=seq_len, max_windows=max_windows)
     options = TaskOptions(tuple(tasks.split(",")), data_dir=data_dir) if tasks is not None else None

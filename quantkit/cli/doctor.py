@@ -8,7 +8,7 @@ from quantkit.cli.common import JsonOption, check_json_path, print_facts, print_
 def doctor(json_path: JsonOption = None) -> None:
     """Show what this machine can run, and the pip line for what is missing."""
     check_json_path(json_path)
-    from quantkit.doctor import diagnose
+    from quantkit.jobs.doctor import diagnose
 
     diagnosis = diagnose()
     print_facts(

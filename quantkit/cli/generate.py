@@ -17,7 +17,7 @@ def generate(
     from quantkit.models.loading import load_model, resolve_model
 
     resolve_model(model)
-    from quantkit.bench.generation import generate as continue_ids
+    from quantkit.runtime.generation import generate as continue_ids
 
     loaded, tokenizer = load_model(model, device=device)
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)

@@ -25,7 +25,7 @@ def quantize(
     from quantkit.recipe import load_recipe
 
     loaded_recipe = load_recipe(recipe, settings or ())
-    from quantkit.quantize import quantize_model
+    from quantkit.jobs.quantize import quantize_model
 
     result = quantize_model(model, loaded_recipe, out, calibration=calibration, device=device, overwrite=overwrite)
     print_facts(

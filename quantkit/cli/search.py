@@ -36,8 +36,8 @@ def search(
     if len(given) != 1:
         raise RecipeError("give one budget: --max-bpw, --max-bytes or --max-kl")
     widths, sizes = _integers("--bits", bits), _integers("--groups", groups)
-    from quantkit.search.job import Budget, search_settings
-    from quantkit.search.job import search as find
+    from quantkit.jobs.search import Budget, search_settings
+    from quantkit.jobs.search import search as find
     from quantkit.search.plan import optimality, option_label
     from quantkit.search.sizes import parse_bytes
     from quantkit.search.table import Option

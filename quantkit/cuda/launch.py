@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.cuda.compile import CompileUnit, cached_cubin, cupy_install_line, target
 from quantkit.cuda.device import OVERLAP_CAPABILITY, compute_capability
 from quantkit.cuda.driver import Value, launch_with_attributes
-from quantkit.cuda.units import CompileUnit, cached_cubin, cupy_install_line, target
 from quantkit.errors import KernelError
 
 DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-"""Element types as kernels/common.cuh numbers them."""
+"""Element types as kernels/shared/common.cuh numbers them."""
 
 Argument = Tensor | int | float | None
 """Tensor or None: a pointer (null for None). int: a 32-bit signed integer. float: fp32."""

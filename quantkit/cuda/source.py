@@ -18,24 +18,26 @@ def kernel_source(file: str) -> str:
 
     Raises KernelError for a missing file.
     """
-    return inline_includes(asset_folder("kernels") / file)
+    root = asset_folder("kernels")
+    return inline_includes(root / file, root)
 
 
-def inline_includes(path: Path) -> str:
+def inline_includes(path: Path, root: Path) -> str:
     """Inline ``#include "x"`` recursively, each file once (as under ``#pragma once``), relative to the including file.
 
     Raises KernelError for a missing file.
     """
-    return "\n".join(_inlined_lines(path.resolve(), set())) + "\n"
+    return "\n".join(_inlined_lines(path.resolve(), root.resolve(), set())) + "\n"
 
 
-def _inlined_lines(path: Path, seen: set[Path]) -> list[str]:
+def _inlined_lines(path: Path, root: Path, seen: set[Path]) -> list[str]:
     seen.add(path)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise KernelError(f"CUDA source {path}: cannot be read ({error.strerror}); reinstall quantkit") from error
-    lines = [f'#line 1 "{path.name}"']
+    name = path.relative_to(root)
+    lines = [f'#line 1 "{name}"']
     for number, line in enumerate(text.splitlines(), start=1):
         include = _INCLUDE.match(line)
         if include is None:
@@ -43,6 +45,6 @@ def _inlined_lines(path: Path, seen: set[Path]) -> list[str]:
             continue
         target = (path.parent / include[1]).resolve()
         if target not in seen:
-            lines += _inlined_lines(target, seen)
-        lines.append(f'#line {number + 1} "{path.name}"')
+            lines += _inlined_lines(target, root, seen)
+        lines.append(f'#line {number + 1} "{name}"')
     return lines

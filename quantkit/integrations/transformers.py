@@ -22,9 +22,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, config_from_json
 from quantkit.checkpoint.read import check_tensors, read_checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.nn.batch_parts import split_batches
-from quantkit.nn.fused_ffn import fuse_chains
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.runtime.batch_chunks import split_batches
+from quantkit.runtime.fused_ffn import fuse_chains
 
 
 class QuantkitConfig(QuantizationConfigMixin):
@@ -76,7 +76,7 @@ class QuantkitQuantizer(HfQuantizer):
         attention = config_from_json(self.quantization_config.to_dict()).attention
         if attention:
             # Needs all of transformers, which is only half imported where its quantizers import this module.
-            from quantkit.integrations.int8_attention import install
+            from quantkit.runtime.int8_attention import install
 
             install(model, attention)
 

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import BcqSpec, BcqTensors
-from quantkit.ops.bcq import bcq_finished, bcq_linear, bcq_linear_prepared
-from quantkit.ops.bcq_choice import ensure_measured
-from quantkit.ops.bcq_tiles import BcqTiles, tile, untile
-from quantkit.ops.finish import Finish
+from quantkit.ops.bcq.autotune import ensure_measured
+from quantkit.ops.bcq.layout import BcqTiles, tile, untile
+from quantkit.ops.bcq.op import bcq_finished, bcq_linear, bcq_linear_prepared
+from quantkit.ops.epilogue import Finish
 
 
 def forward(spec: BcqSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:

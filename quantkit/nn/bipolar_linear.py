@@ -8,8 +8,8 @@ from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import group_width
 from quantkit.formats.bipolar import FLOAT_ACT_BITS, PER_TOKEN, BipolarSpec
 from quantkit.formats.planes import packed_width
-from quantkit.ops.bipolar import bipolar_linear, bipolar_prepared_linear
-from quantkit.ops.bipolar_tiles import plane_row_sums, tile_weight, untile_weight
+from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight, untile_weight
+from quantkit.ops.bipolar.op import bipolar_linear, bipolar_prepared_linear
 
 
 def forward(spec: BipolarSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from quantkit.formats.flatten import max_code, segment_capacity
-from quantkit.nn.batch_parts import is_flatten
-from quantkit.nn.quantized_linear import QuantizedLinear
-from quantkit.ops.flatten import integer_activations
+from quantkit.nn.quantized_linear import QuantizedLinear, is_flatten
+from quantkit.ops.flatten.op import integer_activations
 
 
 @dataclass

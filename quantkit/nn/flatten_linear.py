@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.flatten import FlattenSpec
-from quantkit.ops.flatten import (
+from quantkit.ops.flatten.launch import LIBRARY_PRODUCT, device_path
+from quantkit.ops.flatten.op import (
     flatten_quantize,
     flatten_quantize_tiles,
     int8_gemm,
@@ -19,8 +20,7 @@ from quantkit.ops.flatten import (
     tile_codes,
     untile_codes,
 )
-from quantkit.ops.flatten_kernels import LIBRARY_PRODUCT, device_path
-from quantkit.ops.flatten_requantize import column_slots, int8_gemm_requantize
+from quantkit.ops.flatten.requantize import column_slots, int8_gemm_requantize
 
 _INT4 = 4
 _MADE_FOR_KERNELS = ("tiles", "multiplier", "slots", "slot_starts")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.formats.base import PackedWeight
+from quantkit.formats.flatten import FlattenSpec
 from quantkit.formats.table import FORMATS, format_name
 from quantkit.nn.table import LINEARS
 
@@ -25,7 +26,7 @@ class QuantizedLinear(nn.Module):
 
     bias: nn.Parameter | None
     follower: Callable[[Tensor], Any] | None = None
-    """What runs in place of the product while the layers behind take more than a tensor (quantkit.nn.fused_ffn)."""
+    """What runs in place of the product while the layers behind take more than a tensor (runtime/fused_ffn.py)."""
 
     def __init__(self, spec: Any, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: Any):
         super().__init__()
@@ -164,6 +165,11 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.spec}"
+
+
+def is_flatten(module: nn.Module) -> TypeGuard[QuantizedLinear]:
+    """Whether the module is a Linear of the ``flatten`` format."""
+    return isinstance(module, QuantizedLinear) and isinstance(module.spec, FlattenSpec)
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

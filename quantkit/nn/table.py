@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.formats.base import Shape, Tensors
 from quantkit.nn import bcq_linear, bipolar_linear, flatten_linear
-from quantkit.ops.finish import Finish
+from quantkit.ops.epilogue import Finish
 
 
 @dataclass(frozen=True)

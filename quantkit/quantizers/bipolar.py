@@ -30,8 +30,8 @@ from quantkit.formats.bipolar import (
 )
 from quantkit.formats.planes import pack_codes
 from quantkit.quantizers.base import LayerInput, error_report
+from quantkit.quantizers.bcq.groups import SMALLEST_SCALE
 from quantkit.quantizers.gptq import GptqOptions, gptq
-from quantkit.quantizers.groups import SMALLEST_SCALE
 
 # Clip ranges tried, as fractions of absmax: powers of two first, then finer ones around the best.
 _COARSE = tuple(2.0**-i for i in range(12))

@@ -10,10 +10,10 @@ from torch import Tensor
 from quantkit.formats.base import PackedWeight
 from quantkit.formats.bcq import check_group_size, check_scale_bits, check_weight_bits
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.coding import CodeShape, code_groups
-from quantkit.quantizers.compensation import compensate
+from quantkit.quantizers.bcq.coding import CodeShape, code_groups
+from quantkit.quantizers.bcq.compensation import compensate
+from quantkit.quantizers.bcq.groups import SMALLEST_SCALE, weighted_error
 from quantkit.quantizers.gptq import GptqOptions
-from quantkit.quantizers.groups import SMALLEST_SCALE, weighted_error
 
 # Shrink factors of a group's range that the clip search tries. 1 bit wants about 0.3 of a Gaussian's range.
 _CLIP_RATIOS = tuple(1.0 - 0.025 * i for i in range(31))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import quantkit
-from quantkit.compare import comparison_table
 from quantkit.errors import EvaluationError
+from quantkit.jobs.compare import comparison_table
 from quantkit.report.figures import (
     FigureSpec,
     check_matplotlib,

@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from quantkit.bench import decode, shapes
 from quantkit.bench.decode import DecodeBench, run_decode, shaped_model, weight_bytes
-from quantkit.bench.generation import generate
 from quantkit.bench.shapes import ModelShape
 from quantkit.errors import BenchError
 from quantkit.formats.bcq import BcqSpec
 from quantkit.models.loading import load_model
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.runtime.generation import generate
 
 CPU = torch.device("cpu")
 TINY = ModelShape("llama", layers=3, hidden=64, ffn=96, heads=4, kv_heads=2, vocabulary=100)

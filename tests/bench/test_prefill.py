@@ -17,8 +17,8 @@ from quantkit.bench.prefill import PrefillBench, check_linears, check_pairs, mul
 from quantkit.bench.shapes import ModelShape
 from quantkit.errors import BenchError
 from quantkit.formats.flatten import FlattenSpec, pack_nibbles
-from quantkit.nn.fused_ffn import fused_pairs
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.runtime.fused_ffn import fused_pairs
 
 CPU = torch.device("cpu")
 TINY = ModelShape("opt", layers=3, hidden=64, ffn=128, heads=4, kv_heads=4, vocabulary=100, tied=True)

@@ -3,8 +3,9 @@ import time
 import pytest
 import torch
 
-from quantkit.bench.timing import FilledScalars, check_peak, check_result, measure, rotation_length
+from quantkit.bench.timing import check_peak, check_result, measure, rotation_length
 from quantkit.errors import BenchError
+from quantkit.runtime.cuda_graph import FilledScalars
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from quantkit.formats.flatten import (
     unpack_nibbles,
 )
 from quantkit.formats.table import spec_from_json, spec_to_json, stored_bytes
-from quantkit.quantizers.slicing import Split, column_map
+from quantkit.quantizers.flatten.slicing import Split, column_map
 
 FP64_RTOL = 1e-12  # a few thousand products of fp64
 

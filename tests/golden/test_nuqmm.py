@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.formats.planes import pack_bits
-from quantkit.ops.bcq import bcq_linear
+from quantkit.ops.bcq.op import bcq_linear
 
 # Eq 2: B in {-1, +1}^(4 x 4) and x; the products are worked by hand.
 B = [[1, -1, -1, 1], [1, -1, 1, -1], [1, -1, -1, -1], [-1, 1, -1, 1]]

@@ -12,7 +12,7 @@ import quantkit
 from quantkit.formats.base import PackedWeight
 from quantkit.formats.bcq import SCALE_BITS, BcqSpec
 from quantkit.nn.quantized_linear import QuantizedLinear
-from tests.ops.bcq_cases import random_weight
+from tests.ops.bcq.cases import random_weight
 from tests.pipeline import quantize_tiny
 
 

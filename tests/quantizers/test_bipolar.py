@@ -12,7 +12,7 @@ from quantkit.errors import RecipeError, StatsError
 from quantkit.formats.base import PackedWeight
 from quantkit.formats.table import FORMATS, dequantize
 from quantkit.methods import check_recipe
-from quantkit.ops.bipolar import bipolar_linear
+from quantkit.ops.bipolar.op import bipolar_linear
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bipolar import BipolarSettings, needs_stats, quantize
 from quantkit.recipe import load_recipe

@@ -1,0 +1,110 @@
+// The small kernels between the products of one decoding step but for attention: norms and gated activations. All read
+// and write fp16 or bf16 and compute in fp32; sums have a fixed order.
+#include "decode.cuh"
+#include "../shared/epilogue.cuh"
+
+namespace {
+
+constexpr int kNormThreads = 512;
+constexpr int kGatedThreads = 128;
+
+}  // namespace
+
+// y = (x - mean) / sqrt(var + eps) * weight + bias, or without a mean (kCentered = false) y = round(x / rms) * weight.
+// With `addend`, x is first replaced by sum = round(x + addend), which is written too.
+// Grid: one block per row. columns a multiple of 8, at most kNormThreads * kVectors * 8.
+template <bool kCentered, int kDtype, int kVectors>
+__global__ void __launch_bounds__(kNormThreads)
+decodeNorm(const uint16* x,                    // [rows, columns]; written until the wait, so not __restrict__
+           const uint16* addend,               // [rows, columns], or null with sum
+           const uint16* __restrict__ weight,  // [columns]
+           const uint16* __restrict__ bias,    // [columns], or null
+           uint16* __restrict__ sum,           // [rows, columns]
+           uint16* __restrict__ y,             // [rows, columns]
+           int columns, float epsilon) {
+    __shared__ float room[kNormThreads / kWarpSize];
+    allowNextKernel();
+    const int vectors = columns / kVectorValues;
+    uint4 scaleVectors[kVectors], shiftVectors[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {  // no kernel writes these
+        const int vector = threadIdx.x + i * kNormThreads;
+        const bool inside = vector < vectors;
+        scaleVectors[i] = inside ? reinterpret_cast<const uint4*>(weight)[vector] : make_uint4(0, 0, 0, 0);
+        shiftVectors[i] = inside && bias ? reinterpret_cast<const uint4*>(bias)[vector] : make_uint4(0, 0, 0, 0);
+    }
+    waitForPriorKernels();
+    const size_t row = size_t(blockIdx.x) * columns;
+    uint4 raw[kVectors], addendRaw[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+        const int vector = threadIdx.x + i * kNormThreads;
+        const bool inside = vector < vectors;
+        raw[i] = inside ? reinterpret_cast<const uint4*>(x + row)[vector] : make_uint4(0, 0, 0, 0);
+        addendRaw[i] = make_uint4(0, 0, 0, 0);
+        if (inside && addend) addendRaw[i] = reinterpret_cast<const uint4*>(addend + row)[vector];
+    }
+    float values[kVectors][kVectorValues];
+    float total = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+        const int vector = threadIdx.x + i * kNormThreads;
+        unpack<kDtype>(raw[i], values[i]);
+        if (addend) {
+            float addends[kVectorValues];
+            unpack<kDtype>(addendRaw[i], addends);
+#pragma unroll
+            for (int k = 0; k < kVectorValues; ++k) values[i][k] = rounded(values[i][k] + addends[k], kDtype);
+            if (vector < vectors) reinterpret_cast<uint4*>(sum + row)[vector] = pack<kDtype>(values[i]);
+        }
+#pragma unroll
+        for (int k = 0; k < kVectorValues; ++k) total += values[i][k];
+    }
+    const float mean = kCentered ? blockSum(total, room) / columns : 0.0f;
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+        if (threadIdx.x + i * kNormThreads < vectors) {
+#pragma unroll
+            for (int k = 0; k < kVectorValues; ++k) squares += (values[i][k] - mean) * (values[i][k] - mean);
+        }
+    }
+    const float inverse = rsqrtf(blockSum(squares, room) / columns + epsilon);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+        const int vector = threadIdx.x + i * kNormThreads;
+        if (vector < vectors) {
+            float scales[kVectorValues], shifts[kVectorValues];
+            unpack<kDtype>(scaleVectors[i], scales);
+            unpack<kDtype>(shiftVectors[i], shifts);
+#pragma unroll
+            for (int k = 0; k < kVectorValues; ++k) {
+                float normal = (values[i][k] - mean) * inverse;
+                if (!kCentered) normal = rounded(normal, kDtype);
+                values[i][k] = normal * scales[k] + shifts[k];
+            }
+            reinterpret_cast<uint4*>(y + row)[vector] = pack<kDtype>(values[i]);
+        }
+    }
+}
+
+// y = round(activation(gate)) * up.
+template <int kDtype>
+__global__ void __launch_bounds__(kGatedThreads)
+decodeGated(const uint16* gate,  // [count], a multiple of 8
+            const uint16* up,    // [count]
+            uint16* y,           // [count]
+            int count, int activation) {
+    allowNextKernel();
+    waitForPriorKernels();
+    const int vector = blockIdx.x * kGatedThreads + threadIdx.x;
+    if (vector >= count / kVectorValues) return;
+    float gates[kVectorValues], values[kVectorValues];
+    unpack<kDtype>(reinterpret_cast<const uint4*>(gate)[vector], gates);
+    unpack<kDtype>(reinterpret_cast<const uint4*>(up)[vector], values);
+#pragma unroll
+    for (int k = 0; k < kVectorValues; ++k) {
+        values[k] *= rounded(activatedBy(gates[k], activation, kDtype), kDtype);
+    }
+    reinterpret_cast<uint4*>(y)[vector] = pack<kDtype>(values);
+}

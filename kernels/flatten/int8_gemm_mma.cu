@@ -1,0 +1,166 @@
+// int8GemmMma: y[M, N] = actScale * weightScale * (x W^T) + bias for INT8 or INT4 codes with warp-level products, on
+// GPUs from sm_80 on (kBits 4: native on sm_80, sm_86 and sm_89). kRequantize: instead of y, the codes of activation(y)
+// for the next Linear (int8_requantize.cuh).
+//
+// A block makes 128 rows of x against 128 rows of W; of its 8 warps, warp w has rows 64 (w / 4) .. of x and
+// 32 (w % 4) .. of W. A stage is one line (128 bytes: 128 or 256 columns) of every row of both operands, copied as it
+// stands in the tiles (bipolar.cuh), whose swizzle lets 8 rows of a matrix load touch 8 different 16-byte bank groups.
+// kStages stages, 32 KiB each, are in flight: three fit the 99 KiB of a block on sm_86 and sm_89.
+//
+// Integer sums in a fixed order: results repeat bit for bit.
+#include "int8_requantize.cuh"
+#include "../shared/mma.cuh"
+
+constexpr int kWarps = 8;
+constexpr int kTileBlocks = 2;                      // blocks of 64 rows per operand of a tile
+constexpr int kTileRows = kTileBlocks * kBlockRows;
+constexpr int kOperandBytes = kTileBlocks * kPlaneBytes;
+constexpr int kStepChunks = 2;                      // 16-byte chunks per product
+constexpr int kWarpRows = 64, kWarpChannels = 32;
+constexpr int kRowTiles = kWarpRows / 16, kChannelTiles = kWarpChannels / 8;
+
+// D = C + A B on signed bytes, 16 x 32 by 32 x 8, or signed nibbles, 16 x 64 by 64 x 8: a register holds 4 neighbouring
+// bytes either way. Lane 4 g + t: a.x row g, a.y row g + 8, bytes 4 t ..; a.z, a.w the same rows 16 bytes further;
+// b0, b1 column g likewise; c[0], c[1] row g, columns 2 t, 2 t + 1; c[2], c[3] row g + 8.
+template <int kBits>
+__device__ __forceinline__ void signedMma(int (&c)[4], uint4 a, uint32 b0, uint32 b1) {
+    if constexpr (kBits == 8) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+    } else {
+        asm volatile(
+            "mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+    }
+}
+
+// Start copying one k tile of two blocks of 64 rows; behind the last block, that one again.
+__device__ __forceinline__ void copyOperand(uint32 shared, const uint8* tiles, int first, int blocks, int kTile,
+                                            int kTiles) {
+#pragma unroll
+    for (int b = 0; b < kTileBlocks; b++) {
+        const size_t block = min(first + b, blocks - 1);
+        const uint8* from = tiles + (block * kTiles + kTile) * kPlaneBytes;
+        for (int i = threadIdx.x * kChunkBytes; i < kPlaneBytes; i += kWarps * kWarpSize * kChunkBytes) {
+            copyAsync16(shared + b * kPlaneBytes + i, from + i);
+        }
+    }
+}
+
+__device__ __forceinline__ uint4 loadChunk(uint32 operand, int row, int chunk) {
+    return loadMatrices(operand + row * kLineBytes + chunkOffset(chunk, row));
+}
+
+template <int kBits>
+__device__ __forceinline__ void multiplyStage(int (&sums)[kRowTiles][kChannelTiles][4], uint32 stage, int row0,
+                                              int channel0, int lane) {
+    const int matrix = lane / 8, inMatrix = lane % 8;
+#pragma unroll
+    for (int step = 0; step < kChunksPerLine / kStepChunks; step++) {
+        uint4 w[kChannelTiles / 2];
+#pragma unroll
+        for (int pair = 0; pair < kChannelTiles / 2; pair++) {
+            w[pair] = loadChunk(stage + kOperandBytes, channel0 + pair * 16 + inMatrix + 8 * (matrix / 2),
+                                step * kStepChunks + matrix % 2);
+        }
+#pragma unroll
+        for (int tile = 0; tile < kRowTiles; tile++) {
+            const uint4 x = loadChunk(stage, row0 + tile * 16 + inMatrix + 8 * (matrix % 2),
+                                      step * kStepChunks + matrix / 2);
+#pragma unroll
+            for (int pair = 0; pair < kChannelTiles / 2; pair++) {
+                signedMma<kBits>(sums[tile][2 * pair], x, w[pair].x, w[pair].y);
+                signedMma<kBits>(sums[tile][2 * pair + 1], x, w[pair].z, w[pair].w);
+            }
+        }
+    }
+}
+
+// A warp's 64 rows x 32 channels as codes of the next Linear. Groups of 16 rows take turns on one copy of the code
+// behind the sums, which registers hold and no index reaches.
+template <int kDtype>
+__device__ __forceinline__ void requantizeWarp(const int (&sums)[kRowTiles][kChannelTiles][4], const Output& out,
+                                               const Following& next, const float (&bias)[kRunChannels],
+                                               float* scratch, int token, int channel, int lane) {
+    if (channel >= out.N) return;
+    float factor[kRunChannels];
+#pragma unroll
+    for (int i = 0; i < kRunChannels; i++) factor[i] = factorOf(next, channel + lane % 4 * kRunChannels + i, out.N);
+    const int* starts = next.slotStarts + channel / kRunRows;
+    const LaneSlots slots = laneSlots(next, starts[0], starts[1], lane);
+#pragma unroll 1
+    for (int tile = 0; tile < kRowTiles && token + tile * kGroupRows < out.M; tile++) {
+        uint32 word[kRunChannels];
+#pragma unroll
+        for (int t = 0; t < kRowTiles; t++) {
+            if (t == tile) roundRun<kDtype>(&sums[t][0][0], out.scale, bias, word);
+        }
+        requantizeRun<kDtype>(word, next, slots, factor, scratch, token + tile * kGroupRows, channel, out.M, out.N,
+                              lane);
+    }
+}
+
+template <int kBits, int kStages, int kDtype, bool kRequantize>
+__global__ void __launch_bounds__(kWarps * kWarpSize, 1)
+    int8GemmMma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,        // bipolar.cuh
+                const float* __restrict__ actScale, const float* __restrict__ weightScale,  // [1] each
+                const void* __restrict__ bias, uint8* __restrict__ y,  // [N] or null; [M, N], or codes
+                const float* __restrict__ multiplier, const int* __restrict__ slots,        // of the next Linear
+                const int* __restrict__ slotStarts, int perChannel, int slotCount, int top, int activation,
+                int biasDtype, int M, int N, int kTiles) {
+    constexpr uint32 kStageBytes = 2 * kOperandBytes;
+    extern __shared__ __align__(1024) uint8 dynamicShared[];
+    const uint32 base = sharedAddress(dynamicShared);
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int row0 = warp / 4 * kWarpRows, channel0 = warp % 4 * kWarpChannels;
+    const int blocksX = (M + kBlockRows - 1) / kBlockRows, blocksW = (N + kBlockRows - 1) / kBlockRows;
+
+    const auto copy = [&](int k) {
+        if (k < kTiles) {
+            const uint32 stage = base + k % kStages * kStageBytes;
+            copyOperand(stage, xTiles, blockIdx.y * kTileBlocks, blocksX, k, kTiles);
+            copyOperand(stage + kOperandBytes, wTiles, blockIdx.x * kTileBlocks, blocksW, k, kTiles);
+        }
+        copyCommit();  // an empty group keeps the count
+    };
+#pragma unroll 1
+    for (int k = 0; k < kStages - 1; k++) copy(k);
+
+    int sums[kRowTiles][kChannelTiles][4] = {};
+#pragma unroll 1
+    for (int k = 0; k < kTiles; k++) {
+        copyWait<kStages - 2>();
+        __syncthreads();  // this stage is there for all warps, and all are done with the one copied to next
+        copy(k + kStages - 1);
+        multiplyStage<kBits>(sums, base + k % kStages * kStageBytes, row0, channel0, lane);
+    }
+    copyWait<0>();
+
+    const Output out{y, __fmul_rn(*actScale, *weightScale), M, N};
+    const int token = blockIdx.y * kTileRows + row0, channel = blockIdx.x * kTileRows + channel0;
+    const int first = channel + lane % 4 * kRunChannels;
+    const bool whole = isWhole(out, token, kWarpRows, channel, kWarpChannels);
+    float runBias[kRunChannels];
+#pragma unroll
+    for (int i = 0; i < kRunChannels; i++) runBias[i] = biasOf(bias, biasDtype, first + i, N);
+    if constexpr (kRequantize) {
+        static_assert(kWarps * kScratchFloats * 4 <= int(kStageBytes), "scratch takes the place of a stage");
+        __syncthreads();  // all products have read their operands
+        const Following next{y, multiplier, slots, slotStarts, perChannel, slotCount, top, activation};
+        float* scratch = reinterpret_cast<float*>(dynamicShared) + warp * kScratchFloats;
+        requantizeWarp<kDtype>(sums, out, next, runBias, scratch, token, channel, lane);
+    } else {
+#pragma unroll
+        for (int tile = 0; tile < kRowTiles; tile++) {
+            const int row = token + tile * kGroupRows + lane / 4;
+            if (whole) {
+                writeRun<true, kDtype>(&sums[tile][0][0], out, runBias, row, first);
+            } else {
+                writeRun<false, kDtype>(&sums[tile][0][0], out, runBias, row, first);
+            }
+        }
+    }
+}

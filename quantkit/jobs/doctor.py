@@ -1,0 +1,120 @@
+"""What this machine can run: packages, GPUs, and how each instruction the kernels want is supported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from quantkit.cuda.capability import GENERATIONS, Capability, capabilities
+from quantkit.ops.bipolar.launch import path_table
+
+# package -> (what it is for, the extra that installs it)
+_PACKAGES: dict[str, tuple[str, str]] = {
+    "torch": ("everything", ""),
+    "transformers": ("models and checkpoints", ""),
+    "datasets": ("calibration and evaluation text", ""),
+    "accelerate": ("large models over several devices", ""),
+    "safetensors": ("checkpoint files", ""),
+    "cupy": ("the CUDA kernels", "cuda13"),
+    "nvidia-cuda-nvrtc": ("compiling the kernels", "cuda13"),
+    "nvidia-cuda-runtime": ("CUDA headers for the kernels", "cuda13"),
+    "gguf": ("GGUF models, the demo model among them", "gguf"),
+    "lm_eval": ("eval tasks", "eval"),
+    "matplotlib": ("plots", "plot"),
+    "nvidia-ml-py": ("energy per product", "energy"),
+}
+# one package, several distributions: by CUDA version
+_DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+    "nvidia-cuda-nvrtc": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
+    "nvidia-cuda-runtime": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+}
+
+
+@dataclass(frozen=True)
+class Package:
+    """version: None where missing; then pip_line adds it."""
+
+    name: str
+    purpose: str
+    version: str | None
+    pip_line: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU with its capability table. bipolar_paths: (widths, kernel, why) for many tokens, every pair of widths."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    memory_bytes: int
+    capabilities: tuple[Capability, ...]
+    bipolar_paths: tuple[tuple[str, str, str], ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything ``quantkit doctor`` prints. generations: the capability table of every known GPU generation."""
+
+    python: str
+    system: str
+    torch_cuda: str | None
+    packages: tuple[Package, ...]
+    gpus: tuple[Gpu, ...]
+    generations: dict[str, tuple[Capability, ...]]
+    kernels: str
+
+    def to_json(self) -> Mapping[str, Any]:
+        """All of it as a JSON document."""
+        return asdict(self)
+
+
+def diagnose() -> Diagnosis:
+    """Look at the installed packages and the GPUs; compiles and allocates nothing."""
+    packages = tuple(_package(name, *about) for name, about in _PACKAGES.items())
+    gpus = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
+    return Diagnosis(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        torch_cuda=torch.version.cuda,
+        packages=packages,
+        gpus=gpus,
+        generations={known.name: capabilities(*known.compute_capability) for known in GENERATIONS},
+        kernels=_kernel_verdict(packages, gpus),
+    )
+
+
+def _package(name: str, purpose: str, extra: str) -> Package:
+    pip_line = f"pip install 'quantkit[{extra}]'" if extra else "pip install quantkit"
+    for distribution in _DISTRIBUTIONS.get(name, (name,)):
+        try:
+            return Package(name, purpose, importlib.metadata.version(distribution), pip_line)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Package(name, purpose, None, pip_line)
+
+
+def _gpu(index: int) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    compute_capability = (properties.major, properties.minor)
+    return Gpu(
+        properties.name,
+        compute_capability,
+        properties.total_memory,
+        capabilities(*compute_capability),
+        tuple(path_table(*compute_capability)),
+    )
+
+
+def _kernel_verdict(packages: tuple[Package, ...], gpus: tuple[Gpu, ...]) -> str:
+    if not gpus:
+        return "no NVIDIA GPU: models on the CPU run on the PyTorch reference, slowly but exactly"
+    missing = next((p for p in packages if p.name == "cupy" and p.version is None), None)
+    if missing is not None:
+        return f"CuPy is missing, so the GPU runs no quantized model: {missing.pip_line} (CUDA 12: quantkit[cuda12])"
+    return "kernels are compiled for the GPU on first use"

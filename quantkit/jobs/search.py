@@ -1,0 +1,259 @@
+"""The search job: fill the error table, choose within the budget, write plan.yaml and what it was chosen from."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import quantkit
+from quantkit.calibration.artifact import Calibration, check_model, load_calibration
+from quantkit.errors import CalibrationError, ModelError, RecipeError
+from quantkit.evaluation.divergence import window_scores
+from quantkit.jobs.quantize import quantize_model
+from quantkit.methods import check_recipe, plan_layers
+from quantkit.models.families import block_linears
+from quantkit.models.loading import is_quantized, load_model, stored_dtype
+from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_overrides
+from quantkit.search.document import plan_document, plan_recipe, write_plan
+from quantkit.search.measure import corrected_losses, measure_layers
+from quantkit.search.plan import Mode, Plan, Problem, choose
+from quantkit.search.sizes import fixed_bytes, offset_digits, quantized_bytes, shard_overhead
+from quantkit.search.table import (
+    ErrorTable,
+    LayerMethod,
+    Option,
+    TableFile,
+    build_table,
+    check_method,
+    table_path,
+)
+
+PLAN_SUFFIXES = (".yaml", ".yml")
+_KL_ROUNDS = 6
+_KL_TOKENS = 4096  # calibration tokens on which a --max-kl promise is measured
+_CLOSE_ENOUGH = 0.9  # a measured KL above this share of the limit is not tried to be used up further
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What limits the plan: bits per weight of the quantized layers, bytes of all weight files, or measured KL."""
+
+    kind: Literal["bpw", "bytes", "kl"]
+    limit: float
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """base: the recipe that every layer starts from. per: layer or type. device: where to compute.
+
+    measure: how many of the most sensitive layers have their KL measured; -1 all, 0 none.
+    """
+
+    base: Recipe
+    per: Mode = "layer"
+    measure: int = -1
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """measured_kl: of the model quantized by the plan, on calibration text; only measured under --max-kl.
+
+    bytes: of the weight files, not exceeded when written.
+    """
+
+    plan: Plan
+    bits_per_weight: float
+    bytes: int
+    measured_kl: float | None
+    table_file: Path
+
+
+def search_settings(overrides: Sequence[str]) -> SearchSettings:
+    """Settings from ``key=value``: method and keep, per, measure and device, and the method's own.
+
+    Raises RecipeError for anything else.
+    """
+    document = with_overrides({"schema": SCHEMA, "method": "bcq", "settings": {}}, overrides)
+    own = {key: document["settings"].pop(key) for key in ("per", "measure", "device") if key in document["settings"]}
+    recipe = parse_recipe(document, name="search", where="--set")
+    if recipe.attention_bits is not None:
+        raise RecipeError("--set attention_bits: no matter of the search; give it to 'quantize --recipe PLAN'")
+    chosen = sorted({"weight_bits", "group_size"} & recipe.settings.keys())
+    if chosen:
+        raise RecipeError(f"--set {chosen[0]}: is what the search chooses; give --bits and --groups")
+    if own.get("per", "layer") not in ("layer", "type"):
+        raise RecipeError(f"--set per={own['per']}: choose layer or type")
+    if not isinstance(own.get("measure", -1), int):
+        raise RecipeError(f"--set measure={own['measure']}: expected a number of layers, -1 for all")
+    return SearchSettings(recipe, **own)
+
+
+def search(
+    model: str,
+    calibration: Path,
+    out: Path,
+    *,
+    budget: Budget,
+    options: Sequence[Option],
+    settings: SearchSettings,
+) -> SearchResult:
+    """Find the plan of least predicted KL within the budget (or, under --max-kl, the smallest) and write it.
+
+    Writes ``out``, a recipe, and beside it the same name with .json: what ``quantkit report`` shows.
+    Raises QuantkitError before the long work for impossible input, RecipeError where nothing fits the budget.
+    """
+    _check_out(out)
+    check_recipe(settings.base)
+    check_method(settings.base.method)
+    if is_quantized(model):
+        raise ModelError(f"model {model} is quantized already; give the floating-point original")
+    artifact = load_calibration(calibration)
+    loaded, _ = load_model(model, dtype=torch.float32, device=settings.device)
+    check_model(artifact, loaded)
+    names = _planned_layers(loaded, artifact, options, settings.base)
+    method = LayerMethod(settings.base.method, settings.base.settings)
+    cache = TableFile(table_path(artifact, method))
+    table = build_table(loaded, artifact, names, options, method=method, cache=cache)
+    if settings.measure:
+        measure_layers(loaded, artifact, table, options, settings.measure, method=method, cache=cache)
+        table = build_table(loaded, artifact, names, options, method=method, cache=cache)
+    problem = Problem(table, options, corrected_losses(table, options))
+    files = _file_sizes(loaded, table, model, budget)
+    source = _Source(model, calibration, artifact, loaded, settings)
+    plan, measured = _solve(problem, budget, files, source)
+    total = files.fixed + int(sum(files.sizes[key] for key in plan.options.items()))
+    bits, size = problem.bits_per_weight(plan.stored), total + shard_overhead(total)
+    facts = {
+        "quantkit": quantkit.__version__,
+        "model": model,
+        "method": method.name,
+        "settings": dict(method.settings),
+        "per": settings.per,
+        "budget": asdict(budget),
+        "calibration": artifact.meta.to_json(),
+        "bits_per_weight": bits,
+        "bytes": size,
+        "predicted_kl": plan.predicted_kl,
+        "gap": plan.gap,
+        "measured_kl": measured,
+    }
+    write_plan(out, plan_recipe(plan, settings.base), plan_document(problem, plan, facts))
+    return SearchResult(plan, bits, size, measured, cache.path)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """sizes: bytes of each entry in the files. fixed: of everything that is not quantized, and headers."""
+
+    sizes: Mapping[tuple[str, Option], float]
+    fixed: int
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a plan is tried out on."""
+
+    model: str
+    calibration: Path
+    artifact: Calibration
+    loaded: Any
+    settings: SearchSettings
+
+
+def _file_sizes(loaded: torch.nn.Module, table: ErrorTable, model: str, budget: Budget) -> _Files:
+    digits = offset_digits(loaded, budget.limit if budget.kind == "bytes" else math.inf)
+    sizes = {
+        (name, option): float(quantized_bytes(name, entry.spec, table.shapes[name], digits))
+        for (name, option), entry in table.entries.items()
+    }
+    return _Files(sizes, fixed_bytes(loaded, table.shapes, stored_dtype(model), digits))
+
+
+def _solve(problem: Problem, budget: Budget, files: _Files, source: _Source) -> tuple[Plan, float | None]:
+    if budget.kind == "kl":
+        return _smallest_within_kl(problem, budget.limit, source)
+    return _best_within(problem, budget, files, source.settings.per), None
+
+
+def _check_out(out: Path) -> None:
+    if out.suffix not in PLAN_SUFFIXES:
+        raise RecipeError(f"--out {out}: a plan is a recipe; give it the suffix .yaml")
+    if not out.absolute().parent.is_dir():
+        raise RecipeError(f"--out {out}: the folder {out.absolute().parent} does not exist")
+    for path in (out, out.with_suffix(".json")):
+        if path.exists():
+            raise RecipeError(f"--out {out}: {path.name} exists already; choose another name or remove it")
+
+
+def _planned_layers(
+    model: torch.nn.Module, artifact: Calibration, options: Sequence[Option], base: Recipe
+) -> list[str]:
+    """The layers to plan; every option is checked against the method's settings on the way."""
+    layers = list(block_linears(model))
+    for option in options:
+        plans = plan_layers(Recipe("search", base.method, {**base.settings, **asdict(option)}, base.keep), layers)
+    absent = [name for name in plans if name not in artifact.layers]
+    if absent:
+        raise CalibrationError(f"the calibration artifact has no statistics for {absent[0]}; calibrate again")
+    return list(plans)
+
+
+def _best_within(problem: Problem, budget: Budget, files: _Files, per: Mode) -> Plan:
+    sizes, limit = problem.stored(), budget.limit * problem.weights / 8
+    if budget.kind == "bytes":
+        sizes, limit = dict(files.sizes), budget.limit - files.fixed - shard_overhead(int(budget.limit))
+    plan = choose(problem, sizes, problem.losses, limit, per)
+    if plan is None:
+        smallest = sum(min(size for (n, _), size in sizes.items() if n == name) for name in problem.table.shapes)
+        least = (
+            f"{problem.bits_per_weight(smallest):.3f} bits per weight"
+            if budget.kind == "bpw"
+            else f"{int(smallest) + files.fixed} bytes, {files.fixed} of them unquantized"
+        )
+        raise RecipeError(f"nothing fits the budget: the smallest choice takes {least}; add smaller --bits or --groups")
+    return plan
+
+
+def _smallest_within_kl(problem: Problem, limit: float, source: _Source) -> tuple[Plan, float]:
+    """The smallest plan found whose measured KL keeps the limit, and that KL.
+
+    The predicted limit is moved by the ratio of measured to allowed KL until it is nearly used up.
+    """
+    by_layer = [[problem.losses[n, o] for n, o in problem.losses if n == name] for name in problem.table.shapes]
+    least, most = sum(map(min, by_layer)), sum(map(max, by_layer))
+    allowed, best, seen = limit, None, set()
+    for _ in range(_KL_ROUNDS):
+        allowed = min(max(allowed, least * (1 + 1e-9)), most)
+        plan = choose(problem, problem.losses, problem.stored(), allowed, source.settings.per)
+        if plan is None or tuple(plan.options.items()) in seen:
+            break
+        seen.add(tuple(plan.options.items()))
+        measured = _measured_kl(plan, source)
+        if measured <= limit and (best is None or plan.stored < best[0].stored):
+            best = plan, measured
+        if _CLOSE_ENOUGH * limit <= measured <= limit:
+            break
+        allowed *= limit / measured
+    if best is None:
+        raise RecipeError(f"--max-kl {limit}: not kept; the last plan tried measures {measured:.4g}; add larger --bits")
+    return best
+
+
+def _measured_kl(plan: Plan, source: _Source) -> float:
+    """KL of the really quantized model, on calibration windows."""
+    settings = source.settings
+    with tempfile.TemporaryDirectory(prefix="quantkit-search-") as folder:
+        out, recipe = Path(folder) / "model", plan_recipe(plan, settings.base)
+        device = settings.device
+        quantize_model(source.model, recipe, out, calibration=source.calibration, device=device, overwrite=False)
+        quantized, _ = load_model(str(out), dtype=torch.float32, device=device)
+    windows = source.artifact.windows
+    used = windows[: max(1, _KL_TOKENS // windows.shape[1])]
+    return float(torch.cat([window_scores(source.loaded, quantized, window.long()).kl for window in used]).mean())

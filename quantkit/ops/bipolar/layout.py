@@ -1,0 +1,68 @@
+"""The order in which the bipolar kernels read an operand: drawn in kernels/bipolar/planes.cuh, built with torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quantkit.formats.planes import BITS_PER_BYTE, packed_width
+
+BLOCK_ROWS = 64
+LINE_BYTES = 128
+CHUNK_BYTES = 16
+_CHUNKS = LINE_BYTES // CHUNK_BYTES
+
+
+def tile_lines(lines: Tensor) -> Tensor:
+    """Rows of packed bytes to tiles.
+
+    lines: [planes, rows, bytes] uint8.
+    Returns [blocks of 64 rows, k tiles of 128 bytes, planes, 64, 128], 16-byte chunks swizzled by row, zeros behind
+    the last row and byte.
+    """
+    planes, rows, width = lines.shape
+    padded = pad(lines, (0, -width % LINE_BYTES, 0, -rows % BLOCK_ROWS))
+    split = padded.reshape(planes, -1, BLOCK_ROWS, padded.shape[2] // LINE_BYTES, _CHUNKS, CHUNK_BYTES)
+    tiles = split.permute(1, 3, 0, 2, 4, 5)  # block, k tile, plane, row, chunk, byte
+    return _swizzle(tiles).flatten(-2).contiguous()
+
+
+def untile_lines(tiles: Tensor, rows: int, width: int) -> Tensor:
+    """Exact inverse of tile_lines: tiles -> [planes, rows, width] uint8."""
+    split = _swizzle(tiles.unflatten(-1, (_CHUNKS, CHUNK_BYTES)))
+    lines = split.permute(2, 0, 3, 1, 4, 5).reshape(tiles.shape[2], tiles.shape[0] * BLOCK_ROWS, -1)
+    return lines[:, :rows, :width].contiguous()
+
+
+def tile_weight(lines: Tensor) -> Tensor:
+    """tile_lines of a weight, whose rows stand in another order among every 32 (channelOfRow in bipolar.cuh)."""
+    return tile_lines(_reorder(pad(lines, (0, 0, 0, -lines.shape[1] % BLOCK_ROWS))))
+
+
+def untile_weight(tiles: Tensor, rows: int, width: int) -> Tensor:
+    """Exact inverse of tile_weight: tiles -> [planes, rows, width] uint8."""
+    return _reorder(untile_lines(tiles, tiles.shape[0] * BLOCK_ROWS, width))[:, :rows].contiguous()
+
+
+def plane_row_sums(bit_planes: Tensor, columns: int) -> Tensor:
+    """Sum of the codes of each row: [bits, N, ceil(columns / 8)] uint8 -> [N] int32."""
+    assert bit_planes.shape[-1] == packed_width(columns)
+    counts = torch.tensor([bin(byte).count("1") for byte in range(1 << BITS_PER_BYTE)], dtype=torch.int32)
+    sums = torch.zeros(bit_planes.shape[1], dtype=torch.int32, device=bit_planes.device)
+    for i, plane in enumerate(bit_planes):
+        sums += counts.to(plane.device)[plane.int()].sum(dim=1, dtype=torch.int32) << i
+    return sums
+
+
+def _reorder(lines: Tensor) -> Tensor:
+    """Exchange bits 3-4 and 1-2 of the row number, its own inverse: [planes, rows, bytes], rows a multiple of 32."""
+    return lines.unflatten(1, (-1, 4, 4, 2)).transpose(2, 3).flatten(1, 4)
+
+
+def _swizzle(chunks: Tensor) -> Tensor:
+    """Exchange chunk c of row r with chunk c ^ (r % 8), its own inverse: [..., 64, 8, 16]."""
+    row = torch.arange(BLOCK_ROWS, device=chunks.device)[:, None]
+    chunk = torch.arange(_CHUNKS, device=chunks.device)[None, :]
+    index = (chunk ^ (row % _CHUNKS))[..., None].expand(chunks.shape)
+    return chunks.gather(-2, index)

@@ -1,0 +1,52 @@
+"""LayerNorm and RMSNorm of single tokens by ops/decode/op.py, also with the residual addition before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from quantkit.ops.decode.op import add_norm, can_norm, norm
+
+_RMS_NORM = "RMSNorm"  # how transformers' classes of that kind end
+
+
+@dataclass(frozen=True, eq=False)
+class FastNorm:
+    """What stands in for a norm's forward, ``original``, on the types and sizes that the kernels take."""
+
+    original: Callable[[Tensor], Tensor]
+    weight: Tensor
+    bias: Tensor | None
+    epsilon: float
+    centered: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of x [..., K]."""
+        if not self._takes(x):
+            return self.original(x)
+        return norm(x, self.weight, self.bias, self.epsilon, centered=self.centered)
+
+    def after_adding(self, residual: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """residual + y, both [..., K], and the norm of it."""
+        if not self._takes(y) or residual.dtype != y.dtype or residual.shape != y.shape:
+            total = residual + y
+            return total, self(total)
+        return add_norm(residual, y, (self.weight, self.bias), self.epsilon, centered=self.centered)
+
+    def _takes(self, x: Tensor) -> bool:
+        return can_norm(x) and self.weight.dtype == x.dtype
+
+
+def fast_norm(module: nn.Module) -> FastNorm | None:
+    """The module's norm by the kernels, or None where it is none, or none over the last dimension with a weight."""
+    centered = isinstance(module, nn.LayerNorm)
+    if not centered and not (type(module).__name__.endswith(_RMS_NORM) and hasattr(module, "variance_epsilon")):
+        return None
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1:
+        return None
+    epsilon: Any = module.eps if centered else module.variance_epsilon
+    return FastNorm(module.forward, weight, bias, epsilon, centered)

@@ -1,0 +1,290 @@
+"""The search from a tiny model to a plan, and that plan applied."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.calibration.artifact import load_calibration, save_calibration
+from quantkit.calibration.runner import calibrate
+from quantkit.checkpoint.config import bits_per_weight
+from quantkit.checkpoint.read import read_checkpoint
+from quantkit.checkpoint.write import folder_bytes
+from quantkit.data.corpora import Corpus
+from quantkit.errors import CalibrationError, RecipeError
+from quantkit.evaluation.divergence import window_scores
+from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.search import Budget, SearchResult, search, search_settings
+from quantkit.models.loading import load_model
+from quantkit.recipe import load_recipe
+from quantkit.search import table as table_module
+from quantkit.search.plan import sublayer_type
+from quantkit.search.table import Option, TableFile
+from tests.tiny import sample_text
+
+OPTIONS = [Option(bits, group) for bits in (2, 3, 4) for group in (32, -1)]
+SEQ_LEN = 32
+SLACK = 40_000  # bytes above the smallest plan: room for some layers to have more bits, not for all
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def calibration(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("calibration")
+
+    def artifact(family: str) -> Path:
+        path = folder / f"{family}.safetensors"
+        if not path.exists():
+            model, tokenizer = load_model(str(tiny_model(family)))
+            corpus = Corpus("sample", (sample_text(300),))
+            save_calibration(calibrate(model, tokenizer, corpus, name=family, windows=4, seq_len=SEQ_LEN, seed=0), path)
+        return path
+
+    return artifact
+
+
+@pytest.fixture
+def find(tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path) -> Any:
+    """(plan's name, budget, overrides, family, options) -> the search's result; its plan is tmp_path/NAME.yaml."""
+
+    def call(
+        name: str, kind: Any, limit: float, *overrides: str, family: str = "opt", options: list[Option] = OPTIONS
+    ) -> SearchResult:
+        quick = () if any(each.startswith("method=") for each in overrides) else ("rounds=2",)
+        return search(
+            str(tiny_model(family)),
+            calibration(family),
+            tmp_path / f"{name}.yaml",
+            budget=Budget(kind, limit),
+            options=options,
+            settings=search_settings((*quick, *overrides)),
+        )
+
+    return call
+
+
+def _apply(plan: Path, model: Path, artifact: Path) -> Path:
+    out = plan.with_suffix("")
+    quantize_model(str(model), load_recipe(str(plan)), out, calibration=artifact, device="cpu", overwrite=False)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("llama", ()), ("opt", ()), ("gpt2", ()), ("opt", ("scale_bits=8",))],
+    ids=["llama", "opt", "gpt2", "opt-coded-scales"],
+)
+def test_bytes_of_the_written_files_keep_the_budget(
+    family: str,
+    settings: tuple[str, ...],
+    find: Any,
+    tiny_model: Callable[[str], Path],
+    calibration: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    smallest = find("smallest", "bpw", 2.0001 + 16 * 3 / 64, "measure=0", *settings, family=family).bytes
+    budget = smallest + SLACK
+    result = find("plan", "bytes", budget, "measure=0", *settings, family=family)
+    out = _apply(tmp_path / "plan.yaml", tiny_model(family), calibration(family))
+    written = folder_bytes(out)
+    assert written <= result.bytes <= budget
+    assert written > smallest
+    chosen = {
+        name: (layer.spec.weight_bits, layer.spec.group_size) for name, layer in read_checkpoint(out).layers.items()
+    }
+    assert chosen == {name: (o.weight_bits, o.group_size) for name, o in result.plan.options.items()}
+    assert {layer.spec.scale_bits for layer in read_checkpoint(out).layers.values()} == {8 if settings else 16}
+
+
+def test_bits_per_weight_keep_the_budget_and_use_it(
+    find: Any, tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path
+) -> None:
+    result = find("plan", "bpw", 3.7, "measure=0")
+    written = bits_per_weight(read_checkpoint(_apply(tmp_path / "plan.yaml", tiny_model("opt"), calibration("opt"))))
+    assert written == pytest.approx(result.bits_per_weight, abs=1e-12)
+    assert 3.5 < written <= 3.7
+    assert result.plan.gap == 0
+
+
+def test_plan_is_the_best_of_all_of_its_size(find: Any, tmp_path: Path) -> None:
+    """Exchanging any two layers' options for others that fit the budget never lowers the predicted KL."""
+    find("plan", "bpw", 3.5, "measure=0")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    layers = document["layers"]
+    weights = sum(layer["shape"][0] * layer["shape"][1] for layer in layers.values())
+    spare = 3.5 * weights / 8 - sum(layer["stored"] for layer in layers.values())
+    assert spare >= 0
+    for first, second in itertools.combinations(layers.values(), 2):
+        before = first["predicted_kl"] + second["predicted_kl"]
+        for a, b in itertools.product(first["table"], second["table"]):
+            if a["stored"] + b["stored"] <= first["stored"] + second["stored"] + spare:
+                assert a["predicted_kl"] + b["predicted_kl"] >= before - 1e-12
+
+
+def test_the_same_search_writes_the_same_plan(find: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find("first", "bpw", 3.3, "measure=2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other-cache"))
+    find("second", "bpw", 3.3, "measure=2")
+    first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("first", "second"))
+    assert first == second
+    plans = [(tmp_path / f"{name}.yaml").read_text().replace(f"{name}.json", "") for name in ("first", "second")]
+    assert plans[0] == plans[1]
+
+
+def test_an_interrupted_table_goes_on_where_it_stopped(
+    find: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = find("whole", "bpw", 3.3, "measure=0")
+    lines = whole.table_file.read_bytes().splitlines(keepends=True)
+    whole.table_file.write_bytes(b"".join(lines[:30]) + lines[30][:20])  # torn in the middle of a line
+    done: list[tuple[str, Option]] = []
+    quantize = table_module.LayerMethod.quantize
+
+    def counted(self: Any, layer: Any, option: Option) -> Any:
+        done.append((layer.name, option))
+        return quantize(self, layer, option)
+
+    monkeypatch.setattr(table_module.LayerMethod, "quantize", counted)
+    resumed = find("resumed", "bpw", 3.3, "measure=0")
+    assert len(done) == len(lines) - 30
+    assert resumed.plan == whole.plan
+    assert sorted(whole.table_file.read_bytes().splitlines()) == sorted(b"".join(lines).splitlines())
+    done.clear()
+    find("again", "bpw", 3.9, "measure=0")
+    assert done == []
+
+
+def test_compensated_binary_coding_is_searched_with_its_hessians(find: Any) -> None:
+    options = [Option(3, 32)]
+    plain = find("plain", "bpw", 5.0, "measure=0", options=options)
+    compensated = find("compensated", "bpw", 5.0, "measure=0", "compensate=true", "sweeps=0", options=options)
+    assert compensated.table_file != plain.table_file
+    assert compensated.plan.predicted_kl < plain.plan.predicted_kl
+
+
+def test_measured_kl_replaces_the_estimate_of_its_layer(find: Any, tmp_path: Path) -> None:
+    find("plan", "bpw", 3.3, "measure=3")
+    layers = json.loads((tmp_path / "plan.json").read_text())["layers"]
+    measured = {
+        name: [row for row in layer["table"] if row["measured_kl"] is not None] for name, layer in layers.items()
+    }
+    assert sorted(map(len, measured.values())) == [0] * (len(layers) - 3) + [3] * 3  # one per bit width
+    for rows in measured.values():
+        for row in rows:
+            assert row["predicted_kl"] == pytest.approx(row["measured_kl"], rel=1e-12)
+
+
+def test_max_kl_is_kept_by_the_quantized_model(
+    find: Any, tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path
+) -> None:
+    limit = 2e-4
+    result = find("plan", "kl", limit, "measure=0")
+    from quantkit.calibration.artifact import load_calibration
+
+    reference, _ = load_model(str(tiny_model("opt")))
+    quantized, _ = load_model(str(_apply(tmp_path / "plan.yaml", tiny_model("opt"), calibration("opt"))))
+    windows = load_calibration(calibration("opt")).windows.long()
+    kl = sum(float(window_scores(reference, quantized, window).kl.mean()) for window in windows) / len(windows)
+    assert kl == pytest.approx(result.measured_kl, rel=1e-6)
+    assert kl <= limit
+    assert result.bits_per_weight < 4.5  # the largest choice has 4 + 16 * 5 / 32 bits: not simply everything
+
+
+def test_per_type_gives_attention_and_ffn_one_option_each(find: Any, tmp_path: Path) -> None:
+    result = find("plan", "bpw", 3.6, "per=type", "measure=0")
+    by_kind = {(sublayer_type(name), option) for name, option in result.plan.options.items()}
+    assert sorted(kind for kind, _ in by_kind) == ["attention", "ffn"]
+    document = json.loads((tmp_path / "plan.json").read_text())
+    fitting = [point for point in document["types"] if point["bits_per_weight"] <= 3.6]
+    assert len(document["types"]) == len(OPTIONS) ** 2
+    assert result.plan.predicted_kl == pytest.approx(min(point["predicted_kl"] for point in fitting), rel=1e-12)
+    free = find("free", "bpw", 3.6, "measure=0")
+    assert free.plan.predicted_kl <= result.plan.predicted_kl
+
+
+def test_method_settings_reach_the_plan(find: Any, tmp_path: Path) -> None:
+    find("plan", "bpw", 3.3, "measure=0", "method=rtn", "clip=false", "keep=['*.fc2']")
+    recipe = load_recipe(str(tmp_path / "plan.yaml"))
+    assert recipe.method == "rtn"
+    assert recipe.settings["clip"] is False
+    assert recipe.keep == ("*.fc2",)
+    assert not any(rule.match.endswith("fc2") for rule in recipe.layers)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("weight_bits=3",), "give --bits and --groups"),
+        (("per=block",), "choose layer or type"),
+        (("measure=some",), "expected a number of layers"),
+        (("method=flatten",), "which method flatten has not"),
+        (("roundz=3",), "did you mean 'rounds'"),
+    ],
+    ids=["bits", "per", "measure", "method", "setting"],
+)
+def test_impossible_settings_are_refused(overrides: tuple[str, ...], message: str, find: Any, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=message):
+        find("plan", "bpw", 3.3, *overrides)
+    assert not list(tmp_path.glob("plan*"))
+
+
+def test_a_budget_that_nothing_fits_names_the_smallest_choice(find: Any, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"smallest choice takes 2\.\d+ bits per weight"):
+        find("plan", "bpw", 2.0, "measure=0")
+    with pytest.raises(RecipeError, match=r"smallest choice takes \d+ bytes"):
+        find("plan", "bytes", 1000, "measure=0")
+    with pytest.raises(RecipeError, match="add larger --bits"):
+        find("plan", "kl", 1e-9, "measure=0")
+    assert not list(tmp_path.glob("plan*"))
+
+
+def test_another_models_calibration_is_refused(
+    tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(CalibrationError, match="another model"):
+        search(
+            str(tiny_model("opt")),
+            calibration("llama"),
+            tmp_path / "plan.yaml",
+            budget=Budget("bpw", 3.0),
+            options=OPTIONS,
+            settings=search_settings(()),
+        )
+
+
+def test_cache_ignores_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    TableFile(path).add("measured", "a", Option(3, 64), kl=0.5)
+    path.write_bytes(path.read_bytes() + b'{"kind": "mea')
+    again = TableFile(path)
+    assert list(again.rows) == [("measured", "a", Option(3, 64))]
+    again.add("measured", "b", Option(3, 64), kl=0.25)
+    assert len(TableFile(path).rows) == 2
+
+
+def test_a_table_of_other_code_is_not_used(
+    calibration: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    artifact, method = load_calibration(calibration("opt")), table_module.LayerMethod("bcq", {"rounds": 2})
+    code = tmp_path / "solver.py"
+    code.write_text("damping = 0.01")
+    monkeypatch.setattr(table_module, "_solver_files", lambda: [code])
+    before = table_module.table_path(artifact, method)
+    assert table_module.table_path(artifact, method) == before
+    code.write_text("damping = 0.05")
+    assert table_module.table_path(artifact, method) != before
+
+
+@pytest.mark.parametrize("setting", ["attention_bits=8", "weight_bits=4", "per=block"])
+def test_settings_that_the_search_would_not_carry_out_are_refused(setting: str) -> None:
+    with pytest.raises(RecipeError, match=f"--set {setting.split('=')[0]}"):
+        search_settings([setting])

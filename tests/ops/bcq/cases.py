@@ -1,0 +1,63 @@
+"""Random bcq weights shared by the tests of the bcq ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.formats.bcq import BcqTensors, dequantize_stored, group_count
+from quantkit.formats.planes import pack_bits
+from quantkit.ops.bcq.layout import BcqTiles, tile
+
+
+@dataclass(frozen=True)
+class BcqWeight:
+    stored: BcqTensors
+    group_size: int
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        return self.stored.signs.shape[1]
+
+    def to(self, device: torch.device) -> BcqWeight:
+        moved = {name: tensor.to(device) for name, tensor in self.stored.named().items()}
+        return BcqWeight(BcqTensors.of(moved), self.group_size, self.columns)
+
+    def tiled(self) -> BcqTiles:
+        return tile(self.stored, self.columns, self.group_size)
+
+    def dequantized(self) -> Tensor:
+        """[N, K] fp64."""
+        return dequantize_stored(self.stored, self.columns, self.group_size).double()
+
+
+def random_weight(
+    bits: int, rows: int, columns: int, group_size: int, *, offset: bool, scale_bits: int = 16
+) -> BcqWeight:
+    groups = group_count(group_size, columns)
+    signs = pack_bits(torch.randint(0, 2, (bits, rows, columns)))
+    scales = torch.rand(bits, rows, groups) * 0.02 + 0.001
+    constant = torch.randn(rows, groups) * 0.01
+    if scale_bits == 16:
+        stored = BcqTensors(signs, scales.half(), constant.half() if offset else None)
+    else:
+        codes, shifts = torch.randint(0, 256, scales.shape), torch.randint(-128, 128, constant.shape)
+        factors = (torch.rand(rows, 1) * 8e-5 + 1e-5).half()
+        stored = BcqTensors(signs, codes.to(torch.uint8), shifts.to(torch.int8) if offset else None, factors)
+    return BcqWeight(stored, group_size, columns)
+
+
+def linear_arguments(weight: BcqWeight, bias: Tensor | None) -> tuple[Tensor | int | None, ...]:
+    """What bcq_linear takes after x."""
+    stored = weight.stored
+    return stored.signs, stored.scales, stored.offset, bias, weight.group_size, stored.scale_factors
+
+
+def prepared_arguments(
+    tiles: BcqTiles, bias: Tensor | None, kernel: str = "auto"
+) -> tuple[Tensor | int | str | bool | None, ...]:
+    """What bcq_linear_prepared takes after x."""
+    return tiles.tiles, tiles.scale_tiles, bias, tiles.rows, tiles.group_size, kernel, False, tiles.factor_tiles

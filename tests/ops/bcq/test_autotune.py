@@ -1,0 +1,132 @@
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.errors import KernelError
+from quantkit.ops.bcq import autotune as bcq_choice
+from quantkit.ops.bcq.autotune import choose, gpu_key, shape_class
+from quantkit.ops.bcq.launch import BINARY, DEQUANTIZE, INT8, LUT
+from quantkit.ops.bcq.layout import BcqTiles
+from tests.ops.bcq.cases import random_weight
+
+GPU = "Some GPU"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where the table is; pretends that CPU tensors are on a GPU of compute capability 9.0."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    monkeypatch.setattr(bcq_choice, "compute_capability", lambda device: (9, 0))
+    bcq_choice._table.cache_clear()
+    bcq_choice.gpu_key.cache_clear()
+    path = tmp_path / "quantkit" / "kernels" / "bcq_choice.json"
+    path.parent.mkdir(parents=True)
+    yield path
+    bcq_choice._table.cache_clear()
+    bcq_choice.gpu_key.cache_clear()
+
+
+def x(rows: int, columns: int = 4096, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.empty(rows, columns, dtype=dtype)
+
+
+def test_near_shapes_share_a_class() -> None:
+    assert shape_class(4, 4096, 11008, 128) == shape_class(4, 5120, 10240, 128) == "q4-s128-n12-k13"
+    assert shape_class(4, 4096, 4096, 40) == "q4-sbytes-n12-k12"
+    assert shape_class(4, 4096, 4096, 64, 8) == "q4-s64-n12-k12-scales8"
+
+
+def test_unmeasured_shapes_follow_the_capability_table(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose(x(1), 4, 4096, 128) == BINARY
+    assert choose(x(1), 4, 4096, 40) == LUT
+    assert choose(x(2), 4, 4096, 128) == choose(x(2), 4, 4096, -1) == BINARY
+    assert choose(x(2), 4, 4096, 64) == choose(x(3), 4, 4096, 128) == choose(x(8), 4, 4096, -1) == INT8
+    assert choose(x(2), 4, 4096, 40) == LUT
+    assert choose(x(1), 4, 4096, 32) == INT8
+    assert choose(x(1), 4, 4096, 64) == BINARY
+    assert choose(x(9), 4, 4096, 128) == DEQUANTIZE
+    assert choose(x(1, dtype=torch.float32), 4, 4096, 128) == DEQUANTIZE
+    monkeypatch.setattr(bcq_choice, "compute_capability", lambda device: (12, 0))  # binary products emulated
+    assert choose(x(1), 4, 4096, 128) == LUT
+    assert choose(x(2), 4, 4096, 128) == INT8
+
+
+def test_the_table_decides_and_an_edit_overrides(table: Path) -> None:
+    rows = {str(count): BINARY for count in (1, 2, 4, 8, 16)} | {"32": DEQUANTIZE, "64": DEQUANTIZE}
+    table.write_text(f'{{"{gpu_key(CPU)}": {{"q4-s128-n12-k12": {str(rows).replace(chr(39), chr(34))}}}}}')
+    assert [choose(x(count), 4, 4096, 128) for count in (3, 9, 17, 65)] == [BINARY, BINARY, DEQUANTIZE, DEQUANTIZE]
+    table.write_text(table.read_text().replace('"1": "bcq_binary_gemv"', '"1": "bcq_lut_gemv"'))
+    bcq_choice._table.cache_clear()
+    assert choose(x(1), 4, 4096, 128) == LUT
+
+
+@pytest.mark.parametrize(("group_size", "least"), [(64, 1), (128, 2)])
+@pytest.mark.parametrize("scale_bits", [16, 8])
+def test_a_new_class_is_measured_on_two_copies_of_the_weight(
+    table: Path, monkeypatch: pytest.MonkeyPatch, scale_bits: int, group_size: int, least: int
+) -> None:
+    """Every kernel that can run a row class is timed behind itself; the fastest of each is written down."""
+    weight = random_weight(2, 32, 256, group_size, offset=True, scale_bits=scale_bits).tiled()
+    seconds = {BINARY: 2.0, INT8: 1.2, LUT: 1.0, DEQUANTIZE: 1.5}
+    timed: list[tuple[str, BcqTiles]] = []
+    tokens: dict[str, set[int]] = defaultdict(set)
+
+    def product(kernel: str, given: torch.Tensor, multiplied: BcqTiles, *_: object, settled: bool) -> None:
+        assert settled
+        timed.append((kernel, multiplied))
+        tokens[kernel].add(len(given))
+
+    def cold_seconds(before: Callable[[], None], call: Callable[[], None], _: torch.device) -> float:
+        before()
+        call()
+        (first, other), (kernel, own) = timed[-2:]
+        assert first == kernel
+        assert own is weight
+        assert other.tiles.data_ptr() != own.tiles.data_ptr()
+        assert torch.equal(other.tiles, own.tiles)
+        return seconds[kernel]
+
+    monkeypatch.setattr(bcq_choice, "product", product)
+    monkeypatch.setattr(bcq_choice, "cold_seconds", cold_seconds)
+    bcq_choice.ensure_measured(weight)
+    (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
+    assert rows == dict.fromkeys(("1", "2", "4", "8"), LUT) | dict.fromkeys(("16", "32", "64"), INT8)
+    assert (min(tokens[INT8]), max(tokens[INT8])) == (least, 64)  # one row is never faster on it with wide groups
+    assert max(tokens[LUT]) == 8
+    count = len(timed)
+    bcq_choice.ensure_measured(weight)
+    assert len(timed) == count
+
+
+def test_the_usual_kernel_stays_where_another_is_hardly_faster(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random_weight(2, 32, 256, 128, offset=True).tiled()
+    seconds = {BINARY: 1.0, INT8: 1.0, LUT: 0.96, DEQUANTIZE: 1.04}
+    monkeypatch.setattr(bcq_choice, "product", lambda kernel, *_, settled: seconds[kernel])
+    monkeypatch.setattr(bcq_choice, "cold_seconds", lambda before, call, _: call())
+    bcq_choice.ensure_measured(weight)
+    (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
+    usual = {"1": BINARY, "2": BINARY, "4": INT8, "8": INT8}
+    assert rows == usual | dict.fromkeys(("16", "32", "64"), DEQUANTIZE)
+
+
+def test_what_other_kernels_took_does_not_count(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = gpu_key(CPU)
+    assert first.startswith(GPU)
+    table.write_text(json.dumps({first: {"q4-s128-n12-k12": dict.fromkeys(map(str, bcq_choice.ROW_CLASSES), LUT)}}))
+    assert choose(x(1), 4, 4096, 128) == LUT
+    monkeypatch.setattr(bcq_choice, "kernel_source", lambda file: "another kernel")
+    bcq_choice.gpu_key.cache_clear()
+    assert choose(x(1), 4, 4096, 128) == BINARY
+
+
+@pytest.mark.parametrize("content", ["{", '{"Some GPU": {"q": {"1": "nonsense"}}}'], ids=["json", "kernel"])
+def test_damaged_tables_are_one_line(table: Path, content: str) -> None:
+    table.write_text(content)
+    with pytest.raises(KernelError, match=r"bcq_choice\.json"):
+        choose(x(1), 4, 4096, 128)

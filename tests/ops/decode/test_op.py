@@ -1,0 +1,195 @@
+"""The single-token kernels against torch in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import layer_norm, rms_norm
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from quantkit.ops.activations import ACTIVATIONS
+from quantkit.ops.decode.op import (
+    Token,
+    add_norm,
+    attention,
+    can_attend,
+    can_gate,
+    can_norm,
+    can_turn,
+    gated,
+    norm,
+    slices_of,
+)
+
+CUDA = torch.device("cuda")
+RTOL = {torch.float16: 1e-3, torch.bfloat16: 8e-3}  # rounding of the result, RMSNorm rounds twice
+TYPES = [torch.float16, torch.bfloat16]
+TYPE_IDS = ["fp16", "bf16"]
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def test_cpu_tensors_are_not_for_these_kernels() -> None:
+    assert not can_norm(torch.zeros(1, 64, dtype=torch.float16))
+    assert not can_attend(torch.zeros(1, 2, 1, 64, dtype=torch.float16), torch.zeros(1, 2, 64, 64))
+    assert not can_gate(torch.zeros(64, dtype=torch.float16), torch.zeros(64, dtype=torch.float16))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("columns", [64, 4104, 7168, 16384])
+def test_norms_match_torch(columns: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 1, columns, device=CUDA) * 4 + 20).to(dtype)  # a mean far from zero
+    weight, bias = torch.randn(columns, device=CUDA).to(dtype), torch.randn(columns, device=CUDA).to(dtype)
+    assert can_norm(x)
+    expected = layer_norm(x.double(), (columns,), weight.double(), bias.double(), 1e-5)
+    assert error(norm(x, weight, bias, 1e-5, centered=True), expected) < RTOL[dtype]
+    expected = rms_norm(x.double(), (columns,), weight.double(), 1e-6)
+    assert error(norm(x, weight, None, 1e-6, centered=False), expected) < RTOL[dtype]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("columns", [64, 7168, 16384])
+def test_a_sum_is_normed_as_if_it_came_first(columns: int, dtype: torch.dtype) -> None:
+    x, addend = (torch.randn(3, 1, columns, device=CUDA).to(dtype) for _ in range(2))
+    weight, bias = (torch.randn(columns, device=CUDA).to(dtype) for _ in range(2))
+    for centered, shift in ((True, bias), (False, None)):
+        total, normal = add_norm(x, addend, (weight, shift), 1e-5, centered=centered)
+        assert torch.equal(total, x + addend)
+        assert torch.equal(normal, norm(x + addend, weight, shift, 1e-5, centered=centered))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("count", [8, 1000, 28672])
+def test_gates_match_torch(count: int, dtype: torch.dtype) -> None:
+    gate, up = torch.randn(2, 1, 1, count, device=CUDA).to(dtype).unbind()
+    assert can_gate(gate, up)
+    assert torch.equal(gated(gate, up, "relu"), gate.relu() * up)
+    expected = (ACTIVATIONS["silu"].apply(gate) * up).double()
+    assert error(gated(gate, up, "silu"), expected) < RTOL[dtype]
+
+
+@pytest.mark.cuda
+def test_gate_limits() -> None:
+    halves = torch.zeros(1, 2 * 1004, device=CUDA).half()
+    assert not can_gate(*halves.split(1004, dim=-1))
+    assert not can_gate(torch.zeros(2, 64, device=CUDA).half()[:, ::2], torch.zeros(2, 32, device=CUDA).half())
+    assert not can_gate(torch.zeros(64, device=CUDA), torch.zeros(64, device=CUDA))
+
+
+def token_behind_others(
+    width: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, Token, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Query, token, cache and mask of a token behind 280 others, six heads on two caches."""
+    q = torch.randn(1, 6, 1, width, device=CUDA).to(dtype)
+    own, cache = torch.randn(2, 1, 2, 1, width, device=CUDA).to(dtype), torch.randn(2, 1, 2, 300, width, device=CUDA)
+    keys, values = cache.to(dtype).unbind()
+    mask, position = torch.ones(1, 1, 1, 300, device=CUDA).bool(), torch.tensor([280], device=CUDA)
+    mask[..., 281:] = False
+    return q, Token(own[0], own[1], position), (keys, values), mask
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_queries_are_scaled_and_rounded_first(width: int, dtype: torch.dtype) -> None:
+    q, token, cache, mask = token_behind_others(width, dtype)
+    query_scale = width**-0.5
+    scaled = q * query_scale
+    torch.cuda.synchronize()
+    expected = attention(scaled, token, cache, mask, 0.7)
+    assert torch.equal(attention(q, token, cache, mask, 0.7, query_scale), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_query_and_key_are_turned_as_transformers_does(width: int, dtype: torch.dtype) -> None:
+    q, token, (keys, values), mask = token_behind_others(width, dtype)
+    angles = torch.rand(1, 1, width, device=CUDA) * 6
+    turn = angles.cos().to(dtype), angles.sin().to(dtype)
+    turned_q, turned_key = apply_rotary_pos_emb(q, token.key, *turn)
+    assert can_turn(q, turn)
+    torch.cuda.synchronize()
+    expected = attention(turned_q, replace(token, key=turned_key), (keys, values), mask, 0.7)
+    keys[:, :, 280] = 0
+    torch.cuda.synchronize()
+    assert torch.equal(attention(q, replace(token, turn=turn), (keys, values), mask, 0.7), expected)
+    assert torch.equal(keys[:, :, 280], turned_key[:, :, 0])
+    assert torch.equal(values[:, :, 280], token.value[:, :, 0])
+
+
+def test_turns_of_another_type_or_size_are_not_taken() -> None:
+    q, angles = torch.zeros(1, 4, 1, 64).half(), torch.zeros(1, 1, 64)
+    assert can_turn(q, (angles.half(), angles.half()))
+    assert not can_turn(q, (angles, angles))
+    assert not can_turn(q, (angles.half()[..., :32], angles.half()[..., :32]))
+
+
+@pytest.mark.cuda
+def test_norm_limits() -> None:
+    assert not can_norm(torch.zeros(1, 16392, device=CUDA).half())
+    assert not can_norm(torch.zeros(1, 60, device=CUDA).half())
+    assert not can_norm(torch.zeros(1, 64, device=CUDA))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 64), (8, 2, 128), (3, 1, 256)])
+@pytest.mark.parametrize(
+    ("capacity", "here"), [(5, 0), (192, 191), (1000, 700), (1024, 37), (4100, 4099), (9000, 8217), (9000, 40)]
+)
+def test_attention_matches_fp64(
+    capacity: int, here: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype
+) -> None:
+    q = torch.randn(1, heads, 1, width, device=CUDA).to(dtype)
+    own = [torch.randn(1, 1, kv_heads, width, device=CUDA).to(dtype).transpose(1, 2) for _ in range(2)]
+    cache = [torch.randn(1, kv_heads, capacity, width, device=CUDA).to(dtype) for _ in range(2)]
+    for tensor in cache:
+        tensor[:, :, here] = float("nan")  # the token's place is not read before it is written
+    mask = torch.rand(1, 1, 1, capacity, device=CUDA) < 0.6
+    mask[..., : here // 3] = False  # whole slices of long caches
+    mask[..., here], mask[..., here + 1 :] = True, False
+    assert can_attend(q, cache[0])
+    token = Token(own[0], own[1], torch.tensor([here], device=CUDA))
+    first = attention(q, token, (cache[0], cache[1]), mask, 0.125)
+    for tensor, new in zip(cache, own, strict=True):
+        assert torch.equal(tensor[:, :, here], new[:, :, 0])
+    wide_keys, wide_values = (t.double().repeat_interleave(heads // kv_heads, 1) for t in cache)
+    scores = (q.double() @ wide_keys.transpose(2, 3) * 0.125).masked_fill(~mask, float("-inf"))
+    expected = (scores.softmax(-1) @ wide_values).transpose(1, 2)
+    assert error(first, expected) < RTOL[dtype]
+    assert torch.equal(attention(q, token, (cache[0], cache[1]), mask, 0.125), first)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "heads", "slices"),
+    [(256, 32, 1), (512, 32, 4), (1024, 72, 1), (2048, 72, 3), (4096, 72, 5), (8192, 500, 2), (200_000, 32, 49)],
+    ids=["short", "gpu-full", "nearly-full", "two-rounds", "three-rounds", "scores-fit", "long"],
+)
+def test_long_caches_are_sliced(capacity: int, heads: int, slices: int) -> None:
+    assert slices_of(capacity, heads, processors=132) == slices
+
+
+@pytest.mark.cuda
+def test_attention_writes_one_position_only() -> None:
+    keys, values = torch.zeros(2, 1, 4, 192, 128, device=CUDA).half().unbind()
+    key, value = torch.randn(2, 1, 4, 1, 128, device=CUDA).half().unbind()
+    q, mask = torch.randn(1, 8, 1, 128, device=CUDA).half(), torch.ones(1, 1, 1, 192, device=CUDA).bool()
+    attention(q, Token(key, value, torch.tensor([77], device=CUDA)), (keys, values), mask, 1.0)
+    assert keys.count_nonzero() == key.count_nonzero()
+    assert values.count_nonzero() == value.count_nonzero()
+
+
+@pytest.mark.cuda
+def test_unsupported_heads_are_refused() -> None:
+    q, keys = torch.zeros(1, 2, 1, 80, device=CUDA).half(), torch.zeros(1, 2, 64, 80, device=CUDA).half()
+    assert not can_attend(q, keys)
+    assert not can_attend(torch.zeros(1, 2, 2, 64, device=CUDA).half(), torch.zeros(1, 2, 64, 64, device=CUDA).half())
+    assert not can_attend(torch.zeros(1, 2, 1, 64, device=CUDA).half(), torch.zeros(1, 2, 64, 64, device=CUDA))

@@ -1,0 +1,256 @@
+"""The flatten and INT8 kernels against the reference twins: every path, tile, type and odd shape, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.errors import KernelError
+from quantkit.formats.flatten import max_code, pack_nibbles, unpack_codes
+from quantkit.ops.flatten.instances import GEMM_TILES, GemmTile, best_tile
+from quantkit.ops.flatten.launch import LIBRARY_PRODUCT, expand, launch_mma, launch_wgmma, path_for
+from quantkit.ops.flatten.op import (
+    flatten_quantize,
+    flatten_quantize_reference,
+    flatten_quantize_tiles,
+    int8_gemm_reference,
+    int8_gemm_tiles,
+    multiplier,
+    tile_codes,
+    untile_codes,
+)
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+SHAPES = [(1, 5, 32), (7, 65, 160), (65, 130, 96), (130, 257, 2080), (300, 520, 4096)]
+HOPPER = (9, 0)
+
+
+def _map(channels: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A column map whose extended columns are random channels' slices 0 to 3."""
+    extra = columns - channels
+    source_channel = torch.cat((torch.arange(channels), torch.randint(0, channels, (extra,)).sort().values))
+    source_segment = torch.cat((torch.zeros(channels, dtype=torch.long), torch.randint(0, 4, (extra,))))
+    return source_channel.int().to(device), source_segment.int().to(device)
+
+
+def _codes(rows: int, columns: int, bits: int) -> Tensor:
+    top = max_code(bits)
+    codes = torch.randint(-top, top + 1, (rows, columns), dtype=torch.int8)
+    codes[0], codes[-1] = top, -top  # both ends of the range, all over a row
+    return codes
+
+
+def _stored(codes: Tensor, bits: int) -> Tensor:
+    return pack_nibbles(codes) if bits == 4 else codes
+
+
+class _Problem:
+    """Seeded operands of y [rows, channels] and the reference's y; the largest sums come from the outer rows."""
+
+    def __init__(self, shape: tuple[int, int, int], bits: int, dtype: torch.dtype, bias: bool = True):
+        rows, channels, columns = shape
+        self.bits, self.dtype, self.shape = bits, dtype, shape
+        self.acts, self.codes = _codes(rows, columns, bits), _codes(channels, columns, bits)
+        self.scales = torch.tensor([0.013]), torch.tensor([0.0021])
+        self.bias = torch.randn(channels).to(dtype) if bias else None
+
+    def expected(self) -> Tensor:
+        return int8_gemm_reference(self.acts, self.codes, *self.scales, self.bias, self.dtype)
+
+    def operands(self, packed_acts: bool = False) -> tuple[Tensor, Tensor]:
+        acts = tile_codes(_stored(self.acts, 4 if packed_acts else 8).cuda())
+        return acts, tile_codes(_stored(self.codes, self.bits).cuda(), weight=True)
+
+    def rest(self) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+        act_scale, weight_scale = self.scales
+        return (act_scale.cuda(), weight_scale.cuda()), None if self.bias is None else self.bias.cuda()
+
+    def output(self) -> Tensor:
+        """Room for y, poisoned: an element that is not written shows."""
+        return torch.full(self.shape[:2], float("nan"), dtype=self.dtype, device="cuda")
+
+
+def test_every_gpu_has_a_path_by_the_capability_table() -> None:
+    assert (path_for(9, 0).kernel, path_for(9, 0).int4) == ("wgmma", False)
+    assert (path_for(8, 0).kernel, path_for(8, 6).int4) == ("mma", True)
+    assert path_for(12, 0).kernel == path_for(7, 5).kernel == LIBRARY_PRODUCT
+    with pytest.raises(KernelError, match=r"7\.5; this GPU has 7\.0"):
+        path_for(7, 0)
+
+
+@pytest.mark.parametrize("tile", GEMM_TILES, ids=str)
+def test_every_tile_fits_shared_memory_with_four_stages(tile: GemmTile) -> None:
+    assert tile.stages >= 4
+    assert tile.shared_bytes <= 232_448
+
+
+def test_small_problems_take_small_tiles() -> None:
+    assert best_tile(16384, 5120, 40, 132) == GEMM_TILES[0]
+    assert best_tile(1, 5120, 40, 132) == GEMM_TILES[-1]
+
+
+@pytest.mark.parametrize("weight", [False, True], ids=["acts", "weight"])
+@pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
+def test_tiles_are_restored_bit_for_bit(device: torch.device, bits: int, weight: bool) -> None:
+    stored = _stored(_codes(70, 160, bits), bits).to(device)
+    tiles = tile_codes(stored, weight=weight)
+    assert tiles.dtype == stored.dtype
+    assert torch.equal(untile_codes(tiles, 70, 160, weight=weight), stored)
+
+
+@pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
+@pytest.mark.parametrize(("rows", "channels", "columns"), [(1, 5, 32), (7, 70, 160), (65, 33, 288)])
+def test_tiled_ops_equal_the_plain_ones(
+    device: torch.device, rows: int, channels: int, columns: int, bits: int
+) -> None:
+    inputs = columns - 24
+    x = torch.randn(rows, inputs, device=device) * 40
+    maps, act_scale = _map(inputs, columns, device), torch.tensor([0.21], device=device)
+    acts = flatten_quantize_tiles(x, *maps, multiplier(act_scale, None), bits, False)
+    plain = flatten_quantize(x, *maps, act_scale, None, bits)
+    assert torch.equal(untile_codes(acts, rows, columns), plain)
+    codes = _codes(channels, columns, bits)
+    tiles, one = tile_codes(_stored(codes, bits).to(device), weight=True), torch.ones(1, device=device)
+    y = int8_gemm_tiles(acts, tiles, one, one, None, rows, channels, torch.float32)
+    assert torch.equal(y.cpu().long(), plain.cpu().long() @ codes.long().t())
+
+
+def test_packed_activations_hold_the_same_codes() -> None:
+    x, scale = torch.randn(9, 40) * 8, torch.tensor([0.5])
+    maps = _map(40, 96, torch.device("cpu"))
+    packed = flatten_quantize_tiles(x, *maps, multiplier(scale, None), 4, True)
+    assert torch.equal(unpack_codes(untile_codes(packed, 9, 96)), flatten_quantize(x, *maps, scale, None, 4))
+
+
+def test_tiled_ops_are_well_defined_for_torch(device: torch.device) -> None:
+    one, x = torch.ones(1, device=device), torch.randn(64, 128, device=device)
+    torch.library.opcheck(flatten_quantize_tiles, (x, *_map(128, 256, device), one, 8, False))
+    acts, codes = (tile_codes(torch.ones(n, 32, dtype=torch.int8, device=device)) for n in (4, 8))
+    torch.library.opcheck(int8_gemm_tiles, (acts, codes, one, one, None, 4, 8, torch.float16))
+
+
+def test_no_rows_give_no_rows(device: torch.device) -> None:
+    one, codes = torch.ones(1, device=device), torch.ones(8, 32, dtype=torch.int8, device=device)
+    maps = _map(32, 32, device)
+    acts = flatten_quantize_tiles(torch.zeros(0, 32, device=device), *maps, one, 8, False)
+    y = int8_gemm_tiles(acts, tile_codes(codes, weight=True), one, one, None, 0, 8, torch.float16)
+    assert y.shape == (0, 8)
+    assert flatten_quantize(torch.zeros(2, 0, 32, device=device), *maps, one, None, 8).shape == (2, 0, 32)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("smooth", [False, True], ids=["plain", "smooth"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("channels", "columns"), [(20, 32), (999, 1280), (4096, 5120), (20480, 24896), (60001, 60032)])
+@pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
+def test_quantizer_gives_the_reference_codes(
+    bits: int, channels: int, columns: int, dtype: torch.dtype, smooth: bool
+) -> None:
+    x = (torch.randn(67, channels) * torch.logspace(-1, 2, channels)).to(dtype)
+    x[3] = 0
+    x[5, :4] = torch.tensor([float("inf"), float("-inf"), float("nan"), -3e4])
+    cpu = torch.device("cpu")
+    maps, scale = _map(channels, columns, cpu), torch.tensor([0.037])
+    smooth_scale = torch.rand(channels) + 0.3 if smooth else None
+    expected = flatten_quantize_reference(x, *maps, scale, smooth_scale, bits)
+    on_gpu = [None if t is None else t.cuda() for t in (x, *maps, scale, smooth_scale)]
+    assert torch.equal(flatten_quantize(*on_gpu, bits).cpu(), expected)
+    factors = multiplier(scale, smooth_scale).cuda()
+    for packed in {False, bits == 4}:
+        tiles = flatten_quantize_tiles(*on_gpu[:3], factors, bits, packed)
+        assert torch.equal(unpack_codes(untile_codes(tiles, 67, columns)).cpu(), expected)
+        behind = untile_codes(tiles, 67, tiles.shape[1] * 128 * (2 if packed else 1))
+        assert not unpack_codes(behind)[:, columns:].any()
+
+
+@pytest.mark.cuda
+def test_quantizer_reads_rows_that_are_not_aligned() -> None:
+    x = torch.randn(5 * 64 + 1, device="cuda").half()[1:].view(5, 64)
+    maps, one = _map(64, 96, x.device), torch.tensor([0.02], device="cuda")
+    channel, segment = (t.cpu() for t in maps)
+    expected = flatten_quantize_reference(x.cpu(), channel, segment, one.cpu(), None, 8)
+    assert torch.equal(flatten_quantize(x, *maps, one, None, 8).cpu(), expected)
+
+
+@pytest.mark.cuda
+def test_types_that_no_kernel_reads_are_refused() -> None:
+    x = torch.zeros(2, 32, device="cuda", dtype=torch.float64)
+    with pytest.raises(KernelError, match="not float64"):
+        flatten_quantize(x, *_map(32, 32, x.device), torch.ones(1, device="cuda"), None, 8)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("columns", [32, 160, 1056])
+def test_expansion_gives_the_codes(columns: int) -> None:
+    codes = _codes(70, columns, 4)
+    tiles = expand(tile_codes(pack_nibbles(codes).cuda(), weight=True), -(-columns // 128))
+    assert torch.equal(untile_codes(tiles, 70, columns, weight=True).cpu(), codes)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("tile", GEMM_TILES, ids=str)
+def test_every_wgmma_tile_equals_the_reference(tile: GemmTile, bias: bool, dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("warpgroup products need compute capability 9.0")
+    for shape in [*SHAPES, (1000, 2056, 640)]:
+        problem = _Problem(shape, 8, dtype, bias)
+        y = problem.output()
+        launch_wgmma(tile, *problem.operands(), *problem.rest(), y)
+        assert torch.equal(y.cpu(), problem.expected()), f"{shape=}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
+def test_warp_products_equal_the_reference(bits: int, dtype: torch.dtype) -> None:
+    # INT4 products are emulated on some GPUs, but exact everywhere.
+    for shape in SHAPES:
+        problem = _Problem(shape, bits, dtype)
+        y = problem.output()
+        launch_mma(*problem.operands(packed_acts=bits == 4), *problem.rest(), y)
+        assert torch.equal(y.cpu(), problem.expected()), f"{shape=}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
+@pytest.mark.parametrize("shape", SHAPES, ids=[f"{m}x{n}x{k}" for m, n, k in SHAPES])
+def test_op_equals_the_reference(shape: tuple[int, int, int], bits: int) -> None:
+    problem = _Problem(shape, bits, torch.float16)
+    (act_scale, weight_scale), bias = problem.rest()
+    y = int8_gemm_tiles(*problem.operands(), act_scale, weight_scale, bias, *shape[:2], torch.float16)
+    assert torch.equal(y.cpu(), problem.expected())
+
+
+@pytest.mark.cuda
+def test_bias_of_another_type_and_alignment_is_read_as_it_is() -> None:
+    problem = _Problem((65, 130, 96), 8, torch.float16, bias=False)
+    problem.bias = torch.randn(131)[1:]
+    scales, _ = problem.rest()
+    bias = torch.cat((problem.bias[:1], problem.bias)).cuda()[1:]
+    y = int8_gemm_tiles(*problem.operands(), *scales, bias, 65, 130, torch.float16)
+    assert torch.equal(y.cpu(), problem.expected())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 65, 200])
+@pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
+def test_two_runs_and_a_graph_give_the_same_bits(bits: int, rows: int) -> None:
+    x, codes = torch.randn(rows, 1000, device="cuda").half(), _codes(520, 1280, bits)
+    maps, scale = _map(1000, 1280, x.device), torch.tensor([0.03], device="cuda")
+    tiles, factors = tile_codes(_stored(codes, bits).cuda(), weight=True), multiplier(scale, None)
+
+    def run() -> Tensor:
+        acts = flatten_quantize_tiles(x, *maps, factors, bits, False)
+        return int8_gemm_tiles(acts, tiles, scale, scale, None, rows, 520, torch.float16)
+
+    first, second = run(), run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(first, second)
+    assert torch.equal(first, captured)

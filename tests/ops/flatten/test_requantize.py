@@ -1,0 +1,146 @@
+"""Products that go on as codes, against the product, the activation function and the quantizer one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit.errors import KernelError
+from quantkit.ops.activations import ACTIVATIONS
+from quantkit.ops.flatten.instances import GEMM_TILES, GemmTile
+from quantkit.ops.flatten.launch import Following, code_tiles, launch_mma, launch_wgmma
+from quantkit.ops.flatten.op import tile_codes, untile_codes
+from quantkit.ops.flatten.requantize import column_map, int8_gemm_requantize
+from tests.ops.flatten.requantize_problem import SHAPES, RequantizeProblem, assert_same_codes
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float16, torch.bfloat16]
+HOPPER = (9, 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("act_bits", [4, 8], ids=["int4", "int8"])
+@pytest.mark.parametrize("smooth", [False, True], ids=["plain", "smooth"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_codes_are_those_of_the_ops_one_by_one(
+    device: torch.device, activation: str, smooth: bool, act_bits: int, dtype: torch.dtype
+) -> None:
+    for shape in SHAPES:
+        problem = RequantizeProblem(shape, dtype, device, act_bits=act_bits, smooth=smooth)
+        assert_same_codes(problem.apart(activation, problem.fused(activation)), activation)
+
+
+@pytest.mark.parametrize("act_bits", [4, 8], ids=["int4", "int8"])
+def test_nibble_weights_give_the_same(device: torch.device, act_bits: int) -> None:
+    problem = RequantizeProblem((65, 130, 416), torch.float16, device, act_bits=act_bits, weight_bits=4)
+    assert_same_codes(problem.apart("relu", problem.fused("relu")), "relu")
+
+
+def test_largest_and_undefined_values_keep_their_codes(device: torch.device) -> None:
+    problem = RequantizeProblem((7, 65, 160), torch.float16, device)
+    problem.bias[:3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    for activation in ACTIVATIONS:
+        assert_same_codes(problem.apart(activation, problem.fused(activation)), activation)
+
+
+def test_slots_stand_by_channel_and_give_the_map_back() -> None:
+    problem = RequantizeProblem((1, 70, 160), torch.float16, CPU)
+    slots, starts = problem.slots()
+    assert (slots.dtype, starts.dtype) == (torch.int32, torch.int32)
+    assert slots[1].tolist() == sorted(slots[1].tolist())
+    assert starts[0] == 0
+    assert starts[-1] == slots.shape[1] == 90
+    for run, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        assert all(channel // 32 == run for channel in slots[1, begin:end].tolist())
+    channel, segment = column_map(slots, 70)
+    assert torch.equal(channel, problem.channel)
+    assert torch.equal(segment, problem.segment)
+
+
+@pytest.mark.parametrize("columns", [128, 416])
+def test_kernels_addresses_are_the_tile_order(columns: int) -> None:
+    """codeOffset and tileOffset of kernels/flatten/int8_requantize.cuh, against the layout that tile_codes makes."""
+    codes = torch.randint(-127, 128, (130, columns), dtype=torch.int8)
+    tiles, k_tiles = tile_codes(codes), -(-columns // 128)
+    row, column = torch.arange(130)[:, None], torch.arange(columns)[None]
+    line = (row // 64 * k_tiles + column // 128) * 64 * 128
+    byte = column % 128
+    offset = line + row % 64 * 128 + (byte // 16 ^ row % 8) * 16 + byte % 16
+    assert torch.equal(tiles.flatten()[offset], codes)
+    own = torch.arange(0, columns, 8)  # eight codes are one aligned store
+    assert torch.equal(offset[:, own] + 7, offset[:, own + 7])
+    assert not (offset[:, own] % 8).any()
+
+
+def test_no_rows_give_no_rows(device: torch.device) -> None:
+    problem = RequantizeProblem((1, 65, 160), torch.float16, device)
+    acts, *operands = problem.operands()
+    rest = 0, 65, torch.float16, "relu", problem.multiplier, *problem.slots(), 8
+    assert int8_gemm_requantize(acts[:0], *operands, *rest).shape[0] == 0
+
+
+def test_op_is_well_defined_for_torch(device: torch.device) -> None:
+    problem = RequantizeProblem((64, 64, 128), torch.float16, device)
+    rest = 64, 64, torch.float16, "relu", problem.multiplier, *problem.slots(), 8
+    torch.library.opcheck(int8_gemm_requantize, (*problem.operands(), *rest))
+
+
+@pytest.mark.cuda
+def test_types_without_a_kernel_are_refused() -> None:
+    with pytest.raises(KernelError, match="float16, bfloat16 here on a GPU, not float32"):
+        RequantizeProblem((7, 65, 160), torch.float32, torch.device("cuda")).fused("relu")
+
+
+def _following(problem: RequantizeProblem, activation: str) -> Following:
+    number = ACTIVATIONS[activation].number
+    target = problem.multiplier, *problem.slots(), problem.act_bits
+    return Following(problem.rows, problem.channels, problem.dtype, number, *target)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("tile", GEMM_TILES, ids=str)
+def test_every_wgmma_tile_gives_the_same_codes(tile: GemmTile, activation: str, dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("warpgroup products need compute capability 9.0")
+    for shape in [*SHAPES, (1000, 2056, 2560)]:
+        problem = RequantizeProblem(shape, dtype, torch.device("cuda"), smooth=True)
+        acts, tiles, *scales, bias = problem.operands()
+        out = code_tiles(problem.rows, problem.columns, False, acts.device).zero_()
+        launch_wgmma(tile, acts, tiles, (scales[0], scales[1]), bias, out, _following(problem, activation))
+        assert_same_codes(problem.apart(activation, out), activation)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_warp_products_give_the_same_codes(activation: str, bits: int, dtype: torch.dtype) -> None:
+    for shape in [*SHAPES, (1000, 2056, 2560)]:
+        problem = RequantizeProblem(shape, dtype, torch.device("cuda"), weight_bits=bits)
+        acts, tiles, *scales, bias = problem.operands(packed_acts=bits == 4)
+        out = code_tiles(problem.rows, problem.columns, False, acts.device).zero_()
+        launch_mma(acts, tiles, (scales[0], scales[1]), bias, out, _following(problem, activation))
+        assert_same_codes(problem.apart(activation, out), activation)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 65, 200])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_two_runs_and_a_graph_give_the_same_codes(activation: str, rows: int) -> None:
+    problem = RequantizeProblem((rows, 520, 648 + 56), torch.float16, torch.device("cuda"))
+    operands, slots = problem.operands(), problem.slots()
+    rest = rows, 520, torch.float16, activation, problem.multiplier, *slots, 8
+
+    def run() -> torch.Tensor:
+        return untile_codes(int8_gemm_requantize(*operands, *rest), rows, problem.columns)
+
+    first, second = run(), run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(first, second)
+    assert torch.equal(first, captured)

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.errors import RecipeError, StatsError
+from quantkit.formats.base import PackedWeight
+from quantkit.formats.flatten import segment_capacity, unpack_codes
+from quantkit.formats.table import dequantize
+from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.flatten.quantizer import FlattenSettings, flattened_activations, plan_layout, quantize
+from quantkit.stats import HISTOGRAM_BINS, LayerStats
+
+FP32_RTOL = 2e-5  # sums of a few hundred fp32 products against the same sum in integers
+
+W8A8 = FlattenSettings(flatten=False, smoothing="none")
+PLAIN = FlattenSettings(smoothing="none", max_flatten_ratio=100.0)
+
+
+def stats_of(x: Tensor) -> LayerStats:
+    """Statistics of rows x [tokens, K], all of them sampled."""
+    return LayerStats(x.abs().amax(0), x.abs().mean(0), x.square().mean(0), torch.zeros(HISTOGRAM_BINS), x, len(x))
+
+
+def _layer(channels: int = 40, outputs: int = 24, outlier: float = 50.0, seed: int = 0) -> LayerInput:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(96, channels, generator=generator)
+    weight = torch.randn(outputs, channels, generator=generator) * 0.1
+    x[:, 3] *= outlier
+    weight[:, 7] *= 6
+    return LayerInput("block.0.proj", weight, stats_of(x))
+
+
+def _x(layer: LayerInput) -> Tensor:
+    assert layer.stats is not None
+    return layer.stats.sample
+
+
+def _error(layer: LayerInput, packed: PackedWeight) -> float:
+    exact = _x(layer) @ layer.weight.t()
+    y = QuantizedLinear.from_packed(packed, None, torch.float32)(_x(layer))
+    return ((y - exact).square().sum() / exact.square().sum()).item()
+
+
+def _fake_quantized(packed: PackedWeight, x: Tensor) -> Tensor:
+    """y in fp64 from rounded, clamped floats: no slices, no integers."""
+    channels = packed.shape[1]
+    tensors = packed.tensors
+    smooth = tensors["smooth_scale"].double() if "smooth_scale" in tensors else torch.ones(channels)
+    step = tensors["act_scale"].double().item()
+    slices = segment_capacity(tensors["source_channel"], tensors["source_segment"], channels)
+    limit = slices * (2 ** (packed.spec.act_bits - 1) - 1)
+    rounded = torch.clamp((x.double() / smooth / step).round(), -limit, limit) * step * smooth
+    return rounded @ dequantize(packed).double().t()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("smoothing", ["none", "sigmoid"])
+def test_integer_arithmetic_agrees_with_fake_quantization(bits: int, smoothing: str) -> None:
+    layer = _layer()
+    packed = quantize(layer, replace(PLAIN, bits=bits, smoothing=smoothing))
+    x = _x(layer) * 1.5  # beyond the calibrated maxima too
+    y = QuantizedLinear.from_packed(packed, None, torch.float32)(x)
+    expected = _fake_quantized(packed, x)
+    # x * (1 / step) may fall on the other side of a tie than x / step; none does for this seed.
+    torch.testing.assert_close(y.double(), expected, rtol=FP32_RTOL, atol=FP32_RTOL * expected.abs().max().item())
+
+
+def test_outlier_channels_ruin_w8a8_and_not_flatten() -> None:
+    layer = _layer(outlier=100.0)
+    others = replace(layer, weight=layer.weight.clone())
+    others.weight[:, 3] = 0  # what the outlier channel's own output would hide
+    assert _error(others, quantize(others, W8A8)) > 50 * _error(others, quantize(others, PLAIN))
+
+
+def test_flatten_reports_what_it_decided() -> None:
+    layer = _layer()
+    packed = quantize(layer, PLAIN)
+    layout = plan_layout(layer, PLAIN)
+    report = packed.report
+    assert report["extended_channels"] == int((layout.acts.slices * layout.weights.slices - 1).sum()) > 0
+    assert report["flatten_ratio"] == report["extended_channels"] / 40
+    assert report["act_threshold"] == pytest.approx(127 * packed.tensors["act_scale"].item(), rel=1e-6)
+    assert report["clip_rate"] == 0
+    assert report["output_error"] == pytest.approx(_error(layer, packed), rel=0.5)
+    assert packed.spec.extended_channels % 32 == 0
+    assert packed.spec.extended_channels - 40 - report["extended_channels"] in range(32)
+    assert "column_limit" not in report
+
+
+def test_repeated_columns_hold_equal_codes_and_padding_is_zero() -> None:
+    packed = quantize(_layer(), PLAIN)
+    codes, channel = unpack_codes(packed.tensors["codes"]), packed.tensors["source_channel"]
+    first = (channel == 3) & (packed.tensors["source_segment"] == 0)
+    later = (channel == 3) & (packed.tensors["source_segment"] == 1)
+    assert torch.equal(codes[:, first], codes[:, later])
+    used = 40 + packed.report["extended_channels"]
+    assert not codes[:, used:].any()
+
+
+def test_column_limit_is_kept_and_told() -> None:
+    layer = _layer(outlier=3000.0)
+    packed = quantize(layer, replace(PLAIN, max_flatten_ratio=0.5))
+    assert packed.report["extended_channels"] <= 20
+    assert "thresholds raised" in packed.report["column_limit"]
+    assert _error(layer, packed) < _error(layer, quantize(layer, replace(PLAIN, max_flatten_ratio=0.0))) * 2
+
+
+def test_clip_rate_counts_what_the_limit_clamps() -> None:
+    layer = _layer(outlier=3000.0)
+    packed = quantize(layer, replace(PLAIN, max_flatten_ratio=0.1))
+    slices = segment_capacity(packed.tensors["source_channel"], packed.tensors["source_segment"], 40)
+    above = _x(layer).abs() > (slices * 127 + 0.5) * packed.tensors["act_scale"]
+    assert packed.report["clip_rate"] == pytest.approx(above.float().mean().item())
+
+
+def test_run_time_smoothing_is_undone_by_the_weight() -> None:
+    layer = _layer()
+    packed = quantize(layer, replace(PLAIN, smoothing="smoothquant"))
+    assert packed.spec.smooth
+    torch.testing.assert_close(dequantize(packed), layer.weight, rtol=0, atol=0.02)
+
+
+def test_folded_layers_are_not_smoothed_twice() -> None:
+    layer = _layer()
+    assert layer.stats is not None
+    scale = torch.linspace(0.5, 2, 40)
+    folded = LayerInput(layer.name, layer.weight * scale, layer.stats, folded_scale=scale)
+    packed = quantize(folded, replace(PLAIN, smoothing="sigmoid"))
+    assert not packed.spec.smooth
+    y = QuantizedLinear.from_packed(packed, None, torch.float32)(_x(layer) / scale)
+    exact = _x(layer) @ layer.weight.t()
+    assert (y - exact).square().sum() < 1e-3 * exact.square().sum()
+
+
+def test_mixed_takes_int4_below_the_limit_only() -> None:
+    layer = _layer()
+    ratio = quantize(layer, replace(PLAIN, bits="mixed")).report["kl_ratio"]
+    for limit, bits in ((ratio * 1.001, 4), (ratio * 0.999, 8)):
+        packed = quantize(layer, replace(PLAIN, bits="mixed", kl_ratio_limit=limit))
+        assert (packed.spec.weight_bits, packed.spec.act_bits) == (bits, bits)
+
+
+def _with_hessian(layer: LayerInput, settings: FlattenSettings) -> LayerInput:
+    features = flattened_activations(layer, settings)(_x(layer))
+    return replace(layer, hessian=features.t() @ features / features.shape[0])
+
+
+def test_features_are_the_dequantized_codes() -> None:
+    layer = _layer()
+    settings = replace(PLAIN, gptq=True, smoothing="sigmoid")
+    packed = quantize(_with_hessian(layer, settings), settings)
+    features = flattened_activations(layer, settings)(_x(layer))
+    module = QuantizedLinear.from_packed(packed, None, torch.float32)
+    codes = unpack_codes(packed.tensors["codes"])[:, : features.shape[1]].float()
+    y = features @ codes.t() * packed.tensors["weight_scale"]
+    torch.testing.assert_close(module(_x(layer)), y, rtol=FP32_RTOL, atol=FP32_RTOL * y.abs().max().item())
+
+
+@pytest.mark.parametrize("act_order", [False, True], ids=["in order", "act-order"])
+def test_gptq_on_the_flattened_weight_beats_rounding(act_order: bool) -> None:
+    mix = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
+    layer = _layer(outlier=1.0)
+    x = torch.randn(400, 6, generator=torch.Generator().manual_seed(2)) @ mix + 0.1 * _x(layer).repeat(5, 1)[:400]
+    layer = replace(layer, stats=stats_of(x))
+    settings = replace(PLAIN, bits=4, gptq=True, act_order=act_order)
+    compensated = quantize(_with_hessian(layer, settings), settings)
+    assert compensated.report["damping"] == 0.01
+    features = flattened_activations(layer, settings)(x)
+    exact = plan_layout(layer, settings).acts.dequantized(x) @ layer.weight.t()
+    errors = []
+    for packed in (compensated, quantize(layer, replace(PLAIN, bits=4))):
+        codes = unpack_codes(packed.tensors["codes"])[:, : features.shape[1]].float()
+        weight_scale, act_scale = packed.tensors["weight_scale"], packed.tensors["act_scale"]
+        assert act_scale.item() == pytest.approx(plan_layout(layer, settings).acts.scale)
+        errors.append((features @ codes.t() * weight_scale - exact).square().sum())
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_hopeless_hessian_names_the_layer() -> None:
+    layer = replace(_layer(), hessian=torch.full((100, 100), float("nan")))
+    with pytest.raises(StatsError, match=r"block\.0\.proj.*NaN"):
+        quantize(layer, replace(PLAIN, gptq=True))
+
+
+def test_constant_activations_are_exact() -> None:
+    layer = LayerInput("proj", torch.randn(8, 32), stats_of(torch.full((16, 32), -3.0)))
+    packed = quantize(layer, PLAIN)
+    assert packed.report["extended_channels"] >= 0
+    y = QuantizedLinear.from_packed(packed, None, torch.float32)(torch.full((1, 32), -3.0))
+    expected = torch.full((1, 32), -3.0) @ dequantize(packed).t()
+    torch.testing.assert_close(y, expected, rtol=FP32_RTOL, atol=FP32_RTOL * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("settings", [PLAIN, FlattenSettings()], ids=["plain", "smooth"])
+@pytest.mark.parametrize(
+    ("value", "match"), [(0.0, "zero"), (float("nan"), "NaN"), (float("inf"), "Inf")], ids=["zero", "nan", "inf"]
+)
+def test_undefined_activations_name_the_layer(settings: FlattenSettings, value: float, match: str) -> None:
+    stats = stats_of(torch.randn(16, 32))
+    broken = replace(stats, absmax=torch.full((32,), value), mean_square=torch.full((32,), value))
+    with pytest.raises(StatsError, match=rf"layers\.4\.fc1.*{match}"):
+        quantize(LayerInput("layers.4.fc1", torch.randn(8, 32), broken), settings)
+
+
+def test_all_zero_weight_names_the_layer() -> None:
+    with pytest.raises(StatsError, match=r"layers\.4\.fc1: weight.*zero"):
+        quantize(LayerInput("layers.4.fc1", torch.zeros(8, 32), stats_of(torch.randn(16, 32))), PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("bits", 3),
+        ("bits", "half"),
+        ("smoothing", "yes"),
+        ("smoothing_strength", 1.5),
+        ("threshold_multiplier", 0.0),
+        ("max_flatten_ratio", -0.1),
+        ("pad_channels_to", 24),
+        ("kl_combine", "min"),
+        ("kl_bins", 1),
+        ("damping", 0.0),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(key: str, value: object) -> None:
+    with pytest.raises(RecipeError, match=key):
+        FlattenSettings(**{key: value})  # type: ignore[arg-type]
