@@ -24,22 +24,16 @@ from torch import Tensor
 
 from quantkit.bench.bursts import measure_bursts
 from quantkit.bench.report import environment
-from quantkit.bench.timing import measure, peak_bandwidth, rotation_length
+from quantkit.bench.timing import device_peaks, measure, peak_bandwidth, rotation_length
 from quantkit.cli.common import check_json_path, write_json
 from quantkit.cli.script import needed_gpu, run_script
-from quantkit.cuda.device import processor_count
+from quantkit.cuda.architectures import Kernel
+from quantkit.cuda.device import gpu_of
 from quantkit.errors import BenchError
-from quantkit.ops.bipolar.launch import (
-    Activations,
-    best_tile,
-    expand,
-    launch_wgmma,
-    path_for,
-    quantize_tiles,
-    runs_on_gemv,
-)
+from quantkit.ops.bipolar.launch import Activations, Product, Weight, expand, quantize_tiles, wgmma_launch
 from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight
-from quantkit.ops.bipolar.op import bipolar_prepared_linear, bipolar_prepared_linear_reference
+from quantkit.ops.bipolar.op import bipolar_prepared_linear
+from quantkit.ops.bipolar.plan import best_tile, kernel_for, path_for
 
 Shape = tuple[int, int, int]
 SQUARES = [(size, size, size) for size in (128, 256, 512, 1024, 2048, 4096, 8192)]
@@ -48,9 +42,7 @@ LLAMA_ATTENTION = [(1024, 1024, 128), (1024, 128, 1024)]
 DECODING = [(tokens, 4096, 4096) for tokens in (1, 2, 4, 8, 16)]
 WIDTHS = [(1, 1), (1, 2), (2, 2), (2, 4), (3, 4), (4, 4), (8, 8)]
 BURSTS = SQUARES[5:]
-PEAKS = {  # operations/s; binary and int8 measured with tensor cores alone, fp16 and fp8 from the data sheet
-    "NVIDIA H200": {"binary": 15.4e15, "int8": 1.928e15, "fp16": 0.9895e15, "fp8": 1.979e15}
-}
+_PEAKS = {"binary": "wgmma_b1", "int8": "wgmma_s8", "fp16": "fp16", "fp8": "fp8"}  # unit: field of Peaks
 _BASELINE_UNITS = {"fp16": "fp16", "int_mm": "int8", "fp8": "fp8"}
 _MOST_SETS = 256
 _REPEATS = 30
@@ -123,7 +115,13 @@ def _timed(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def _unit(name: str | None, device: torch.device) -> Unit:
-    return Unit(name or "", PEAKS.get(torch.cuda.get_device_name(device), {}).get(name or ""))
+    return Unit(name or "", _peaks(device).get(name or ""))
+
+
+def _peaks(device: torch.device) -> dict[str, float | None]:
+    """Operations per second by unit; those of binary and int8 measured with tensor cores alone."""
+    peaks = device_peaks(device)
+    return {} if peaks is None else {name: getattr(peaks, field) for name, field in _PEAKS.items()}
 
 
 def _baselines(shape: Shape, device: torch.device) -> Iterator[Case]:
@@ -176,7 +174,7 @@ def _expected(given: _Operands, act_bits: int) -> Tensor:
     tiles, row_sums, scales = (
         part[:count].cpu() for part, count in zip(given.weight, (1, _BLOCK, _BLOCK), strict=True)
     )
-    return bipolar_prepared_linear_reference(x, tiles, row_sums, scales, clip, None, act_bits, True)
+    return bipolar_prepared_linear(x, tiles, row_sums, scales, clip, None, act_bits, True)
 
 
 def _op(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -> dict[str, Any]:
@@ -195,7 +193,8 @@ def _op(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -> 
         for i in range(count)
     ]
     path, work, unit = _path(shape, weight_bits, act_bits, device)
-    if runs_on_gemv(rows, act_bits):
+    row = gpu_of(device).architecture
+    if kernel_for(weight_bits, act_bits, (rows, columns), row) is Kernel.BIPOLAR_GEMV:
         path, work, unit = "gemv", stored, Unit("memory", peak_bandwidth(device))
     return _timed(Case(f"{name} op", shape, calls, work, unit, path), device)
 
@@ -203,7 +202,7 @@ def _op(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -> 
 def _path(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -> tuple[str, int, Unit]:
     """Path, operations of the tensor cores, and their peak."""
     rows, channels, columns = shape
-    as_bytes = columns > path_for(weight_bits, act_bits, *torch.cuda.get_device_capability(device)).longest
+    as_bytes = columns > path_for(weight_bits, act_bits, gpu_of(device).architecture).longest
     unit = "int8" if as_bytes else "binary"
     work = 2 * rows * channels * columns * (1 if as_bytes else weight_bits * act_bits)
     return unit, work, _unit(unit, device)
@@ -221,17 +220,16 @@ def _product(shape: Shape, weight_bits: int, act_bits: int, device: torch.device
     moved = operands[0].numel() + acts.tiles.numel() + 2 * rows * channels
     count = _sets(moved, device)
     planes = (1, 1) if as_bytes else (weight_bits, act_bits)
-    tile = best_tile(*planes, as_bytes, rows, channels, processor_count(device))
-    limits = ((1 << act_bits) - 1, (1 << weight_bits) - 1)
+    processors, bits = gpu_of(device).processors, (act_bits, weight_bits)
+    tile = best_tile(*planes, as_bytes, (rows, channels), processors)
     ys = torch.empty(count, rows, channels, dtype=torch.float16, device=device)
     xs = [_copies(part, count) for part in (acts.tiles, acts.sums, acts.steps)]
     weights, sums, scales = (_copies(part, count) for part in operands)
-    calls = [
-        lambda i=i: launch_wgmma(
-            tile, Activations(*(x[i] for x in xs)), (weights[i], sums[i], scales[i]), None, ys[i], columns, limits
-        )
+    products = [
+        Product(Activations(*(x[i] for x in xs)), Weight(weights[i], sums[i], scales[i]), None, ys[i], columns, bits)
         for i in range(count)
     ]
+    calls = [lambda one=one: wgmma_launch(one, tile, processors).run() for one in products]
     return Case(f"w{weight_bits}a{act_bits}", shape, calls, work, unit, path)
 
 
@@ -259,7 +257,7 @@ def run() -> dict[str, Any]:
     for shape in BURSTS:
         bursts += _bursts(shape, device)
         torch.cuda.empty_cache()
-    peaks = {**PEAKS.get(torch.cuda.get_device_name(device), {}), "memory": peak_bandwidth(device)}
+    peaks = {**_peaks(device), "memory": peak_bandwidth(device)}
     return {"environment": environment(device), "peaks": peaks, "entries": entries, "bursts": bursts}
 
 

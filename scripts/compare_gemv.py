@@ -23,7 +23,7 @@ from quantkit.bench.shapes import parse_shapes
 from quantkit.bench.timing import measure, rotation_length
 from quantkit.cli.common import check_json_path
 from quantkit.cli.script import needed_gpu, run_script
-from quantkit.ops.bcq.launch import lut_gemv
+from quantkit.ops.bcq.launch import Product, lut_gemv
 from quantkit.ops.bcq.layout import BcqTiles
 
 CUDA = torch.device("cuda")
@@ -62,7 +62,7 @@ def lookup(bits: int, size: int) -> float:
         tiles = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=CUDA)
         scales = torch.rand(size // 16, size // GROUP, 8, bits, 2, device=CUDA).half()
         weight = BcqTiles(tiles, scales, None, size, size, GROUP)
-        return lambda: lut_gemv(x, weight, None, settled=True)
+        return lambda: lut_gemv(Product.of(x, weight, None, weights_ready=True))
 
     calls = [call() for _ in range(count)]
     torch.cuda.synchronize()

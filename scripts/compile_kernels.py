@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import torch
 
 from quantkit.cli.script import needed_gpu, run_script
-from quantkit.cuda.compile import CompileUnit, cached_cubin, target
+from quantkit.cuda.architectures import architecture
+from quantkit.cuda.compile import cached_cubin
 from quantkit.ops.instances import all_units
 
 
-def _compile(job: tuple[CompileUnit, str]) -> None:
-    cached_cubin(*job)
-
-
 def main() -> None:
-    major, minor = torch.cuda.get_device_capability(needed_gpu())
+    row = architecture(*torch.cuda.get_device_capability(needed_gpu()))
     wanted = tuple(sys.argv[1:])
-    units = [unit for unit in all_units(major, minor) if unit.source.startswith(wanted or ("",))]
-    jobs = [(unit, target(major, minor, unit.hopper)) for unit in units]
+    units = [unit for unit in all_units(row) if unit.source.file.startswith(wanted or ("",))]
     with ProcessPoolExecutor() as pool:
-        list(pool.map(_compile, jobs))
-    print(f"{len(jobs)} kernels ready for compute capability {major}.{minor}")
+        list(pool.map(partial(cached_cubin, row=row), units))
+    print(f"{len(units)} kernels ready for {row.title}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from quantkit.bench.flatten_layers import LINEAR_METHODS, METHODS, exact_sums, f
 from quantkit.bench.prefill import PrefillBench, check_linears, prefill_model, run_prefill
 from quantkit.bench.report import environment
 from quantkit.bench.shapes import model_linears, model_shape
-from quantkit.bench.timing import Timing, measure, peak_bandwidth, rotation_length
+from quantkit.bench.timing import Timing, device_peaks, measure, peak_bandwidth, rotation_length
 from quantkit.cli.common import check_json_path
 from quantkit.cli.script import chosen, needed_gpu, run_script
 from quantkit.errors import BenchError
@@ -37,18 +37,10 @@ from quantkit.formats.table import stored_bytes
 from quantkit.models.families import decoder_blocks
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.ops.attention.op import int8_attention
-from quantkit.ops.flatten.op import (
-    flatten_quantize_reference,
-    flatten_quantize_tiles,
-    int8_gemm_tiles,
-    multiplier,
-    tile_codes,
-    untile_codes,
-)
+from quantkit.ops.flatten.layout import tile_codes, untile_codes
+from quantkit.ops.flatten.op import flatten_quantize, flatten_quantize_tiles, int8_gemm_tiles, multiplier
 
 BEGIN, END = "<!-- speed: begin -->", "<!-- speed: end -->"
-INT8_PEAKS = {"NVIDIA H200": 1.928e15}  # measured with warpgroup products alone, operations/s
-INT8_WARP_PEAKS = {"NVIDIA H200": 1.156e15}  # the same with warp products
 TOKENS, EXTENDED = 8 * 2048, 1024
 EXTENDED_GEMM = (TOKENS, 4096, 4096 + EXTENDED)
 GEMMS = ((TOKENS, 5120, 5120), (8192, 8192, 8192), (TOKENS, 4096, 4096), EXTENDED_GEMM)
@@ -127,7 +119,8 @@ def _entry(what: str, shape: tuple[int, int, int], timing: Timing, device: torch
     rate = 2 * rows * channels * columns / timing.median
     entry = {"what": what, "M": rows, "N": channels, "K": columns, "data": data, "us": round(timing.median * 1e6, 1)}
     entry |= {"p90_us": round(timing.p90 * 1e6, 1), "tera_ops": round(rate / 1e12)}
-    peak = INT8_PEAKS.get(torch.cuda.get_device_name(device))
+    peaks = device_peaks(device)
+    peak = None if peaks is None else peaks.wgmma_s8
     if peak is not None and what.startswith("int"):
         entry["peak_percent"] = round(100 * rate / peak, 1)
         if rate > peak:
@@ -144,7 +137,7 @@ def _flatten(rows: int, channels: int, extended: int, device: torch.device) -> d
     x, factors = torch.randn(rows, channels, device=device, dtype=torch.float16), multiplier(scale, None)
     got = untile_codes(flatten_quantize_tiles(x, source, segment, factors, 8, False), rows, channels + extended)
     sample = x[:: rows // _CHECKED_ROWS].cpu()
-    expected = flatten_quantize_reference(sample, source.cpu(), segment.cpu(), scale.cpu(), None, 8)
+    expected = flatten_quantize(sample, source.cpu(), segment.cpu(), scale.cpu(), None, 8)
     if not torch.equal(got[:: rows // _CHECKED_ROWS].cpu(), expected):
         raise BenchError("flatten_quantize: differs from the reference; not timed")
     moved = rows * (2 * channels + channels + extended)
@@ -212,7 +205,8 @@ def attention(device: torch.device) -> Iterator[dict[str, Any]]:
                 entry = {"what": what, **asdict(shape), "batch": batch, "length": length}
                 entry |= {"us": round(timing.median * 1e6, 1), "p90_us": round(timing.p90 * 1e6, 1)}
                 entry["tera_ops"] = round(rate / 1e12)
-                peak = INT8_WARP_PEAKS.get(torch.cuda.get_device_name(device))
+                peaks = device_peaks(device)
+                peak = None if peaks is None else peaks.mma_s8
                 if what == "int8" and peak is not None:
                     entry["peak_percent"] = round(100 * rate * _PRODUCTS / 2 / peak, 1)
                     if entry["peak_percent"] > 100:

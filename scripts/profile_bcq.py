@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quantkit.cli.script import needed_gpu, run_script
-from quantkit.ops.bcq.launch import tensor_core_gemv
+from quantkit.ops.bcq.launch import Product, tensor_core_gemv
 from quantkit.ops.bcq.layout import BcqTiles
 
 
@@ -16,7 +16,8 @@ def main() -> None:
         tiles = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=device)
         scales = torch.rand(size // 16, size // 128, 8, bits, 2, device=device).half()
         weight = BcqTiles(tiles, scales, None, size, size, 128)
-        tensor_core_gemv(torch.randn(1, size, device=device).half(), weight, None, int8=False)
+        x = torch.randn(1, size, device=device).half()
+        tensor_core_gemv(Product.of(x, weight, None), int8=False)
     torch.cuda.synchronize()
 
 

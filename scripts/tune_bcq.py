@@ -18,9 +18,10 @@ from torch import Tensor
 from quantkit.bench.timing import measure, rotation_length
 from quantkit.cli.common import check_json_path
 from quantkit.cli.script import needed_gpu, run_script
+from quantkit.cuda.architectures import known_peaks
 from quantkit.errors import KernelError
 from quantkit.ops.bcq.instances import GemvTile
-from quantkit.ops.bcq.launch import lut_gemv, tensor_core_gemv
+from quantkit.ops.bcq.launch import Product, lut_gemv, tensor_core_gemv
 from quantkit.ops.bcq.layout import BcqTiles
 
 Gemv = Callable[..., Tensor]
@@ -70,7 +71,7 @@ def microseconds(make: Callable[[int], Callable[[], Any]], count: int) -> float:
 
 
 def _calls(gemv: Gemv, x: Tensor, weights: list[BcqTiles], tile: GemvTile | None) -> Callable[[int], Callable[[], Any]]:
-    return lambda i: lambda: gemv(x, weights[i], None, tile=tile, settled=True)
+    return lambda i: lambda: gemv(Product.of(x, weights[i], None, weights_ready=True), tile=tile)
 
 
 def candidates(bits: int, rows: int, group_size: int) -> dict[str, tuple[Gemv, GemvTile | None]]:
@@ -95,6 +96,7 @@ def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict
     x = torch.randn(rows, size, device=CUDA).half()
     torch.cuda.synchronize()
     result: dict[str, float] = {}
+    peaks = known_peaks(torch.cuda.get_device_name(CUDA))
     total = weights_bytes + weights[0].scale_tiles.numel() * 2
     for name, (gemv, tile) in candidates(bits, rows, group_size).items():
         try:
@@ -103,14 +105,14 @@ def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict
             result[name] = float("nan")
             print(name, error)
     if rows == 1:
-        result["serial"] = microseconds(lambda i: lambda: binary_gemv(x, weights[i], None), count)
-        result["lut"] = microseconds(lambda i: lambda: lut_gemv(x, weights[i], None, settled=True), count)
+        result["serial"] = microseconds(lambda i: lambda: binary_gemv(Product.of(x, weights[i], None)), count)
+        result["lut"] = microseconds(
+            lambda i: lambda: lut_gemv(Product.of(x, weights[i], None, weights_ready=True)), count
+        )
     best = min(value for name, value in result.items() if value == value and name not in ("lut", "serial"))
     fields = "  ".join(f"{name} {value:.2f}" for name, value in result.items())
-    print(
-        f"q={bits} m={size} g={group_size} off={offset:d} M={rows} {total / best / 4.65e6:.1%} of 4.65 TB/s | {fields}",
-        flush=True,
-    )
+    share = "" if peaks is None else f" {total / best * 1e6 / peaks.read_bandwidth:.1%} of the read bandwidth"
+    print(f"q={bits} m={size} g={group_size} off={offset:d} M={rows}{share} | {fields}", flush=True)
     return result
 
 

@@ -1,4 +1,4 @@
-// What int8_attention.cu and int8_attention_quantize.cu share: codes of Q, K and V, and the order of K and V.
+// What mma.cu and quantize.cu share: codes of Q, K and V, and the order of K and V.
 //
 //     code = clamp(round(x / step), -127, 127), half to even; NaN gives 0
 //
@@ -14,10 +14,10 @@
 #pragma once
 #include "../shared/mma.cuh"
 
-constexpr int kMostCode = 127;
-constexpr int kTileKeys = 64, kStepKeys = 32, kGroupKeys = 8;
+constexpr int kMostCode = QK_MOST_CODE;
+constexpr int kTileKeys = QK_TILE_KEYS, kStepKeys = 32, kGroupKeys = 8;
 constexpr int kPairDims = 64;                  // of two products
-constexpr int kRun = 8;                        // elements converted at a time
+constexpr int kRun = QK_RUN;                   // elements converted at a time
 constexpr int kPieceBytes = 512;               // a warp's 16 bytes each
 constexpr float kIntegerBase = 12582912.f;     // 1.5 * 2^23: a float this far up counts in ones, from -2^22 to 2^22
 constexpr int kIntegerBaseBits = 0x4b400000;

@@ -1,9 +1,9 @@
-// Which keys a row of Q sees, for int8_attention.cu: as many as there are, up to its own, and as the mask says.
+// Which keys a row of Q sees, for mma.cu: those that exist, with `causal` those up to its own, and those of the mask.
 #pragma once
 #include "rows.cuh"
 
 constexpr int kKeyTiles = kStepKeys / 8;              // products of eight keys per step
-constexpr int kBoolMask = 3;                          // element types of the mask: Dtype, or this
+constexpr int kBoolMask = QK_BOOL_MASK;               // element types of the mask: Dtype, or this
 
 // What keys a row sees. Strides in elements; scoreUnit: the value of one in Q K^T.
 struct Visible {
@@ -12,8 +12,8 @@ struct Visible {
     int batchStride, headStride, rowStride, keyStride, dtype, M, T, causal;
 };
 
-// Scores under the mask. row, key: this lane's first. The rows take turns in the first row's registers, so that this
-// stands in the code once and its addresses need few registers. A mask that is added takes the scores as they are in
+// Scores under the mask. row, key: this lane's first. Every row passes through the first row's registers, so that the
+// loop's body stands in the code once and its addresses need few registers. A mask that is added takes the scores as they are in
 // the formula; under any other they stay integers above kIntegerBase.
 template <int kRowTiles>
 __device__ __forceinline__ void applyMask(int (&s)[kRowTiles][kKeyTiles][4], const Visible& visible, int row, int key) {

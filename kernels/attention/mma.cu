@@ -5,7 +5,7 @@
 //     out[m]  = valueStep / sum_t p[m, t] * sum_t p[m, t] v[t]
 //
 // A block makes 64 kRowTiles rows of Q of one head, a warp 16 kRowTiles of them, and reads all tiles of K twice
-// (int8_attention.cuh): first for the largest score of each row, then with V. So the codes of P do not depend on how
+// (attention.cuh): first for the largest score of each row, then with V. So the codes of P do not depend on how
 // keys are cut into tiles, sums are integers, and results repeat bit for bit.
 //
 // Q is rounded on the way in. Scores start at 1.5 * 2^23, whose bits plus an integer are that float plus the integer:
@@ -14,17 +14,16 @@
 // Grid (row blocks, heads, batch); the last rows, which see most keys, first. Key tiles arrive in kStages stages.
 #include "mask.cuh"
 
-constexpr int kWarps = 4;
+constexpr int kWarps = QK_MMA_WARPS;
 constexpr int kThreads = kWarps * kWarpSize;
 
-template <int kDim>
+template <int kDim, int kRowTiles_>
 struct Layout {
-    static constexpr int kRowTiles = kDim <= 128 ? 2 : 1;
+    static constexpr int kRowTiles = kRowTiles_;
     static constexpr int kWarpRows = 16 * kRowTiles;
     static constexpr int kBlockRows = kWarps * kWarpRows;
     static constexpr int kQuerySteps = kDim / 32;
     static constexpr int kHalfBytes = kTileKeys * kDim;
-    static constexpr int kStages = kDim <= 128 ? 3 : 2;
     static_assert(kDim % 32 == 0, "a product takes 32 dims");
 };
 
@@ -134,18 +133,20 @@ __device__ __forceinline__ void weighStep(int (&sums)[kRowTiles][kDim / 8][4], i
     }
 }
 
-template <int kDim>
+template <int kDim,      // of a head
+          int kRowTiles, // of 16 rows of Q, per warp
+          int kStages>   // key tiles in flight
 __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
     int8Attention(const void* __restrict__ query,  // [batch, heads, M, dims]
-                  const uint8* __restrict__ tiles,  // [batch, heads / group, tiles of 64 keys]: int8_attention.cuh
+                  const uint8* __restrict__ tiles,  // [batch, heads / group, tiles of 64 keys]: attention.cuh
                   const void* __restrict__ mask,    // [batch, heads, M, T] by strides, or null
                   void* __restrict__ out,           // [batch, M, heads, valueDims], a multiple of 8
                   float queryStep, float valueStep, float scoreUnit, float exponentStep,  //
-                  int queryBatch, int queryHead, int queryRow, int dims,  //
+                  int queryBatch, int queryHead, int queryRow, int queryDims,  //
                   int maskBatch, int maskHead, int maskRow, int maskKey, int maskDtype,  //
                   int M, int T, int group, int valueDims, int causal, int dtype) {
-    using Shape = Layout<kDim>;
-    constexpr int kRowTiles = Shape::kRowTiles, kHalfBytes = Shape::kHalfBytes, kStages = Shape::kStages;
+    using Shape = Layout<kDim, kRowTiles>;
+    constexpr int kHalfBytes = Shape::kHalfBytes;
     extern __shared__ __align__(128) uint8 stages[];
     const uint32 shared = sharedAddress(stages);
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -160,27 +161,27 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
     const int headTiles = (T + kTileKeys - 1) / kTileKeys;
     const uint8* own = tiles + (size_t(batch) * (gridDim.y / group) + head / group) * headTiles * 2 * kHalfBytes;
 
-    const auto copy = [&](int turn) {  // K of every tile, then K and V of every tile
-        if (turn < 2 * count) {
-            const bool both = turn >= count;
-            const uint8* from = own + size_t(both ? turn - count : turn) * 2 * kHalfBytes;
-            const uint32 to = shared + turn % kStages * 2 * kHalfBytes;
+    const auto copy = [&](int load) {  // loads of K of every tile, then of K and V of every tile
+        if (load < 2 * count) {
+            const bool both = load >= count;
+            const uint8* from = own + size_t(both ? load - count : load) * 2 * kHalfBytes;
+            const uint32 to = shared + load % kStages * 2 * kHalfBytes;
             for (int i = threadIdx.x * 16; i < (both ? 2 : 1) * kHalfBytes; i += kThreads * 16) {
                 copyAsync16(to + i, from + i);
             }
         }
         copyCommit();  // an empty group keeps the count
     };
-    const auto arrive = [&](int turn) {
+    const auto arrive = [&](int load) {
         copyWait<kStages - 2>();
         __syncthreads();  // this stage is there for all warps, and all are done with the one copied to next
-        copy(turn + kStages - 1);
-        return shared + turn % kStages * 2 * kHalfBytes;
+        copy(load + kStages - 1);
+        return shared + load % kStages * 2 * kHalfBytes;
     };
 #pragma unroll 1
-    for (int turn = 0; turn < kStages - 1; turn++) copy(turn);
+    for (int load = 0; load < kStages - 1; load++) copy(load);
 
-    const Source from{query, queryBatch, queryHead, queryRow, dims, dtype};
+    const Source from{query, queryBatch, queryHead, queryRow, queryDims, dtype};
     uint4 q[kRowTiles][Shape::kQuerySteps];
     const int bad = loadQuery<kDim>(q, from, stepOf(queryStep), rowStart(from, batch, head, 0), row0, M, lane);
     const Visible visible{mask, scoreUnit, maskBatch, maskHead, maskRow, maskKey, maskDtype, M, T, causal};
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, kDim <= 128 ? 2 : 1)
             takeLargest(largest, s);
         }
     }
-    settle(largest, bad);
+    finishLargest(largest, bad);
 
     int sums[kRowTiles][kDim / 8][4] = {}, total[kRowTiles][2] = {};
 #pragma unroll 1

@@ -1,12 +1,12 @@
-// int8AttentionQuantize: keys and values to INT8 codes, in the tiles of int8_attention.cuh that int8Attention reads, or
-// in those of int8_attention_wgmma.cu.
+// int8AttentionQuantize: keys and values to INT8 codes, in the tiles of attention.cuh that int8Attention reads, or
+// in those of wgmma.cu.
 //
 // Grid (tiles of 64 keys, heads of K and V, batch); swizzled, an even number of tiles. Keys behind the last and dims
-// behind the width are 0. K goes from registers to its place; V is turned through shared memory, whose pitch gives the
+// behind the width are 0. K goes from registers to its place; V is transposed through shared memory, whose pitch gives the
 // 32 lanes 32 banks.
 #include "attention.cuh"
 
-constexpr int kThreads = 256;
+constexpr int kThreads = QK_QUANTIZE_THREADS;
 constexpr int kLineBytes = 128, kChunkBytes = 16;  // of swizzled tiles
 
 template <int kDim>
@@ -27,7 +27,7 @@ __device__ __forceinline__ int columnLine(int dim) {
     return dim / 32 * 32 + dim / 2 % 4 * 8 + dim / 8 % 4 * 2 + dim % 2;
 }
 
-// The same in tiles of 128 keys for warpgroup products (int8_attention_wgmma.cu); half: which 64 of them.
+// The same in tiles of 128 keys for warpgroup products (wgmma.cu); half: which 64 of them.
 template <int kDim>
 __device__ __forceinline__ int swizzledKeyPlace(int key, int dim, int half) {
     const int line = kDim == 64 ? key : half * kTileKeys + key, byte = kDim == 64 ? half * kDim + dim : dim;
@@ -36,7 +36,7 @@ __device__ __forceinline__ int swizzledKeyPlace(int key, int dim, int half) {
 
 // V of 64 staged keys in the operand order of warp products.
 template <int kDim, int kPitch>
-__device__ __forceinline__ void turnValues(uint8* to, const uint8* staged) {
+__device__ __forceinline__ void transposeValues(uint8* to, const uint8* staged) {
     constexpr int kStepChunks = kStepKeys * kDim / 16;
     for (int i = threadIdx.x; i < kTileKeys * kDim / 16; i += kThreads) {
         const int lane = i % kWarpSize, pair = i % kStepChunks / kWarpSize;
@@ -51,15 +51,15 @@ __device__ __forceinline__ void turnValues(uint8* to, const uint8* staged) {
     }
 }
 
-// V of 64 staged keys as half the bytes of each line for warpgroup products. A thread turns four neighbouring dims of
+// V of 64 staged keys as half the bytes of each line for warpgroup products. A thread transposes four neighbouring dims of
 // 16 keys, which stand kGap bytes further than the 16 before: eight words of four such groups lie in 32 banks.
 template <int kDim, int kPitch, int kGap>
-__device__ __forceinline__ void turnValuesSwizzled(uint8* to, const uint8* staged, int half) {
+__device__ __forceinline__ void transposeValuesSwizzled(uint8* to, const uint8* staged, int half) {
     constexpr uint32 kLow01 = 0x5140, kHigh01 = 0x7362, kLowHalves = 0x5410, kHighHalves = 0x7632;
     for (int i = threadIdx.x; i < kTileKeys * kDim / 64; i += kThreads) {
         const int group = i % 4, dim = i / 4 * 4;
         const uint8* from = staged + group * (16 * kPitch + kGap) + dim;
-        uint32 turned[4][4];  // [dim][word]
+        uint32 transposed[4][4];  // [dim][word]
 #pragma unroll
         for (int w = 0; w < 4; w++) {
             uint32 k[4];  // keys 2 w, 2 w + 1, 8 + 2 w, 9 + 2 w
@@ -69,14 +69,14 @@ __device__ __forceinline__ void turnValuesSwizzled(uint8* to, const uint8* stage
             }
             const uint32 a = selectBytes(k[0], k[1], kLow01), b = selectBytes(k[2], k[3], kLow01);
             const uint32 c = selectBytes(k[0], k[1], kHigh01), d = selectBytes(k[2], k[3], kHigh01);
-            turned[0][w] = selectBytes(a, b, kLowHalves), turned[1][w] = selectBytes(a, b, kHighHalves);
-            turned[2][w] = selectBytes(c, d, kLowHalves), turned[3][w] = selectBytes(c, d, kHighHalves);
+            transposed[0][w] = selectBytes(a, b, kLowHalves), transposed[1][w] = selectBytes(a, b, kHighHalves);
+            transposed[2][w] = selectBytes(c, d, kLowHalves), transposed[3][w] = selectBytes(c, d, kHighHalves);
         }
 #pragma unroll
         for (int e = 0; e < 4; e++) {
             const int line = columnLine(dim + e), chunk = half * 4 + group;
             *reinterpret_cast<uint4*>(to + line * kLineBytes + (chunk ^ line % 8) * kChunkBytes) =
-                make_uint4(turned[e][0], turned[e][1], turned[e][2], turned[e][3]);
+                make_uint4(transposed[e][0], transposed[e][1], transposed[e][2], transposed[e][3]);
         }
     }
 }
@@ -94,7 +94,7 @@ struct Runs {
 template <int kDim, bool kSwizzled>
 __global__ void __launch_bounds__(kThreads)
     int8AttentionQuantize(const void* __restrict__ keys, const void* __restrict__ values,  // [batch, heads, T, dims]
-                          uint8* __restrict__ tiles,  // int8_attention.cuh, or int8_attention_wgmma.cu if kSwizzled
+                          uint8* __restrict__ tiles,  // attention.cuh, or wgmma.cu if kSwizzled
                           float keyStep, float valueStep,  //
                           int keyBatch, int keyHead, int keyRow, int keyDims,  // strides in elements
                           int valueBatch, int valueHead, int valueRow, int valueDims,  //
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
     if constexpr (kSwizzled) {
-        turnValuesSwizzled<kDim, kPitch, kGap>(out + 2 * kHalfBytes, staged, half);
+        transposeValuesSwizzled<kDim, kPitch, kGap>(out + 2 * kHalfBytes, staged, half);
     } else {
-        turnValues<kDim, kPitch>(out + kHalfBytes, staged);
+        transposeValues<kDim, kPitch>(out + kHalfBytes, staged);
     }
 }

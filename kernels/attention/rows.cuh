@@ -1,4 +1,4 @@
-// From scores to the codes of P, and from sums of codes to the output: for int8_attention.cu and its form on warpgroup
+// From scores to the codes of P, and from sums of codes to the output: for mma.cu and its form on warpgroup
 // products. Lane 4 g + t holds rows g and g + 8 of 16, and columns 8 i + 2 t, 8 i + 2 t + 1 of scores and sums.
 #pragma once
 #include "attention.cuh"
@@ -9,7 +9,7 @@ constexpr uint32 kOnes = 0x01010101u;
 
 // The largest scores of whole rows: 0 for a row that sees no key, so that its codes become 0; NaN for one that has it.
 template <int kRowTiles>
-__device__ __forceinline__ void settle(float (&largest)[kRowTiles][2], int bad) {
+__device__ __forceinline__ void finishLargest(float (&largest)[kRowTiles][2], int bad) {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; i++) {
         float& most = largest[i / 2][i % 2];

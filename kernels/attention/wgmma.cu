@@ -1,46 +1,46 @@
-// int8AttentionWgmma: int8_attention.cu without a mask, on Hopper's warpgroup products (sm_90a). Same results, bit for
+// int8AttentionWgmma: mma.cu without a mask, on Hopper's warpgroup products (sm_90a). Same results, bit for
 // bit: the codes of Q, K and V, the order of passes and the rounding of P are the same, and sums are integers.
 //
 //   block = 1 producer warpgroup + 2 consumer warpgroups, each 64 rows of Q, whose codes stay in registers
 //   stage = 128 keys of K or of V, as the products read them; kStages of them in flight, one bulk copy each
 //   grid: persistent; of all heads the rows that see most keys first
 //
-// Pass 1 copies K, pass 2 K and V in turn. Scores of 64 keys are one group of products. While it runs, the warpgroup
+// Pass 1 copies K, pass 2 K and V alternately. Scores of 64 keys are one group of products. While it runs, the warpgroup
 // works on the 64 keys before: on their largest score in pass 1, in pass 2 on their codes of P, which as they lie in
 // its registers are the first operand of P V. So products, exponentials and copies overlap within each warpgroup.
 //
-// Tiles of K and V (int8_attention_quantize.cu): lines of 128 bytes, whose 16-byte chunks are XORed with line % 8.
+// Tiles of K and V (quantize.cu): lines of 128 bytes, whose 16-byte chunks are XORed with line % 8.
 //   K   64 dims: line r holds keys r and r + 64. 128 dims: 64 lines of keys 0 .., then 64 lines of keys 64 ...
 //   V   line n holds one dim (columnDim of n / 8, n % 8) of 128 keys; byte 4 t + 2 c + e of 16 is key 8 c + 2 t + e: a
 //       lane holds the scores of these four keys, and its register of P is bytes 4 t .. of the other operand.
 #include "rows.cuh"
 #include "../shared/wgmma.cuh"
 
-constexpr int kConsumers = 2;
+constexpr int kConsumers = QK_CONSUMERS;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kBlockRows = kConsumers * kWgmmaRows;
-constexpr int kStageKeys = 128, kHalfKeys = 64;  // of a stage, and of one group of products
+constexpr int kStageKeys = QK_STAGE_KEYS, kHalfKeys = kStageKeys / 2;  // of a stage, and of one group of products
 constexpr int kScores = kHalfKeys / 2;           // of a thread: two rows
 constexpr int kHalfSteps = kHalfKeys / kWgmmaDepthBytes;
-constexpr int kSharedAlignment = 1024;
+constexpr int kSharedAlignment = QK_SHARED_ALIGNMENT;
 constexpr int kLeast = int(0x80000000u);
 
 template <int kColumns>
 struct SignedProduct;
 
 // D[64, columns] += A B of signed bytes; A in registers as a of signedMma32 for the 16 rows of each warp.
-#define QK_SIGNED(columns, regs, a, b, c, e, desc, k) \
+#define WG_SIGNED(columns, regs, a, b, c, e, desc, k) \
     template <> \
     struct SignedProduct<columns> { \
         __device__ static __forceinline__ void add(int* d, uint4 x, uint64 descB, int keep) { \
             asm volatile("{.reg .pred p; setp.ne.b32 p, %" #k ", 0;\nwgmma.mma_async.sync.aligned.m64n" #columns \
-                         "k32.s32.s8.s8 {" QK_L##regs "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #desc ", p;\n}" \
-                         : QK_D##regs \
+                         "k32.s32.s8.s8 {" WG_L##regs "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #desc ", p;\n}" \
+                         : WG_D##regs \
                          : "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "l"(descB), "r"(keep)); \
         } \
     };
-QK_SIGNED(64, 32, 32, 33, 34, 35, 36, 37)
-QK_SIGNED(128, 64, 64, 65, 66, 67, 68, 69)
+WG_SIGNED(64, 32, 32, 33, 34, 35, 36, 37)
+WG_SIGNED(128, 64, 64, 65, 66, 67, 68, 69)
 
 template <bool kValue>
 struct Constant {
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                        const uint8* __restrict__ tiles,  // [batch, heads / group, tiles of 128 keys, K and V]
                        void* __restrict__ out,           // [batch, M, heads, valueDims], a multiple of 8
                        float queryStep, float valueStep, float exponentStep,  //
-                       int queryBatch, int queryHead, int queryRow, int dims,  // strides in elements
+                       int queryBatch, int queryHead, int queryRow, int queryDims,  // strides in elements
                        int M, int T, int heads, int items, int group,  //
                        int valueDims, int causal, int dtype) {
     static_assert(kDim == 64 || kDim == 128, "lines of 128 bytes hold one key or two");
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int round = 0; itemIndex(round) < items; round++) {
             const Item item = itemAt(itemIndex(round), problem);
             const uint8* own = tiles + (size_t(item.batch) * (heads / group) + item.head / group) * headBytes;
-            const auto copy = [&](int piece) {  // K and V of every tile in turn
+            const auto copy = [&](int piece) {  // K and V of every tile, one after the other
                 barrierWait(&empty[stage], parity ^ 1);
                 barrierExpect(&full[stage], kStageBytes);
                 copyBulk(base + stage * kStageBytes, own + size_t(piece) * kStageBytes, kStageBytes, &full[stage]);
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     };
     const int lane = thread % kWarpSize, inStep = lane % 4 * 2;
     const int warpRow = (warpgroup - 1) * kWgmmaRows + thread / kWarpSize * 16;
-    const Source from{query, queryBatch, queryHead, queryRow, dims, dtype};
+    const Source from{query, queryBatch, queryHead, queryRow, queryDims, dtype};
     for (int round = 0; itemIndex(round) < items; round++) {
         const Item item = itemAt(itemIndex(round), problem);
         const int firstRow = item.row + warpRow, row = firstRow + lane / 4;
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < 2; i++) {
             largest[0][i] = __int_as_float(most[i] == kLeast ? kMinusInfinityBits : most[i] + kIntegerBaseBits);
         }
-        settle(largest, bad);
+        finishLargest(largest, bad);
 
         int sums[1][kDim / 8][4] = {}, total[1][2] = {}, before = -1;
         int(&flat)[kDim / 2] = reinterpret_cast<int(&)[kDim / 2]>(sums);

@@ -1,26 +1,26 @@
 // Activations as signed bytes, in the fragment order of the INT8 tensor cores' B operand.
 //
-//   c = 256 hi + lo,  hi = (c + 128) >> 8,  lo = c - 256 hi,  both in [-128, 128): codes c of bcq_codes.cuh up to 32639
+//   c = 256 hi + lo,  hi = (c + 128) >> 8,  lo = c - 256 hi,  both in [-128, 128): codes c of codes.cuh up to 32639
 // A segment whose largest element would have a larger code takes twice the scale: in about one of 200 the error is at
 // most 2^-14.99 of the largest element, not 2^-15.
 //
-// A record holds one k tile of four rows of x, each half of it (128 columns):
-//   bytes  [m / 2][lane = 4 (2 row + kind) + t] uint4 {b0, b1 of product m, b0, b1 of product m + 1}
+// A record holds one k tile of four tokens, each half of it (128 columns):
+//   bytes  [m / 2][lane = 4 (2 token + kind) + t] uint4 {b0, b1 of product m, b0, b1 of product m + 1}
 //          kind 0: hi, 1: lo. Byte n of b_r is of column 16 H + 4 n + j of the half tile, where bits j of the four
-//          digits of half word H make one register (bcq_int8_turn.cuh):
+//          digits of half word H make one register (int8_step.cuh):
 //            kSegment 128: H = 2 t + r, j = m;  64: H = 4 (m / 2) + t, j = 2 (m % 2) + r;
 //            kSegment 32: H = 2 m + t / 2, j = 2 (t % 2) + r
-//   about  [segment][row] uint4 {scale s, fp32; kRoundToInteger's bits + 2 P3 - P; sum of the codes P, fp32; 0}
+//   about  [segment][token] uint4 {scale s, fp32; kRoundToInteger's bits + 2 P3 - P; sum of the codes P, fp32; 0}
 //          P3: sum of the codes of columns 3, 7, 11, ...
 //
-// A record of a row by itself (kApart), each half of it: every word of 32 columns has a scale and columns of B of its
+// A record of a token by itself (kApart), each half of it: every word of 32 columns has a scale and columns of B of its
 // own, which are zero where another word's bytes would be multiplied.
 //   bytes  [m / 2][2 word + kind, then one of zeros] uint4, as for a kSegment of 128
 //   about  [word] uint4
 #pragma once
 #include "codes.cuh"
 
-constexpr int kByteRows = 4;
+constexpr int kByteTokens = 4;
 constexpr int kByteKinds = 2;
 constexpr int kDigits = 8, kDigitBits = 4;      // of a word
 constexpr int kHalfBytes = 2 * kWarpSize * sizeof(uint4);
@@ -79,10 +79,10 @@ template <int kSegment, bool kApart>
 struct ByteRecord {
     static constexpr int kLanes = kSegment / kBitsPerWord, kHalfSegments = kTileQuads / kLanes;
     static constexpr int kPairBytes = kWarpSize * sizeof(uint4);  // from a pair of products to the next
-    static constexpr int kHalf = kHalfBytes + kHalfSegments * kByteRows * sizeof(uint4), kBytes = 2 * kHalf;
+    static constexpr int kHalf = kHalfBytes + kHalfSegments * kByteTokens * sizeof(uint4), kBytes = 2 * kHalf;
 
     // Bytes [digit's bit][half word] of 32 columns, where the products above read them. to: of the half tile's record,
-    // lane 4 (2 row + kind).
+    // lane 4 (2 token + kind).
     static __device__ __forceinline__ void store(const uint32 (&bytes)[kDigitBits][2], int word, uint4* to) {
         if constexpr (kSegment == 4 * kBitsPerWord) {
 #pragma unroll
@@ -103,18 +103,18 @@ struct ByteRecord {
     }
 
     // Bytes of 32 values per lane, word `word` of the tile row; the lanes of a segment are neighbours. Whole warps call
-    // it. valid: whether to write. row: of the four.
+    // it. valid: whether to write. token: of the four.
     static __device__ __forceinline__ void write(const Elements& x, uint32 word, bool valid, unsigned char* record,
-                                                 uint32 row) {
+                                                 uint32 token) {
         const WordBytes bytes = wordBytes<kLanes>(x);
         if (!valid) return;
 
         unsigned char* half = record + word / kTileQuads * kHalf;
-        uint4* own = reinterpret_cast<uint4*>(half) + row * kByteKinds * kTileQuads;
+        uint4* own = reinterpret_cast<uint4*>(half) + token * kByteKinds * kTileQuads;
         store(bytes.high, word % kTileQuads, own);
         store(bytes.low, word % kTileQuads, own + kTileQuads);
         if (word % kLanes == 0) {
-            reinterpret_cast<uint4*>(half + kHalfBytes)[word % kTileQuads / kLanes * kByteRows + row] = bytes.about;
+            reinterpret_cast<uint4*>(half + kHalfBytes)[word % kTileQuads / kLanes * kByteTokens + token] = bytes.about;
         }
     }
 };

@@ -1,4 +1,4 @@
-// Activations as 16-bit fixed-point codes, what bcq_planes.cuh and bcq_bytes.cuh share.
+// Activations as 16-bit fixed-point codes, what planes.cuh and bytes.cuh share.
 //
 // A segment of kSegment columns of x shares the power of two s that brings its largest element below 2^15:
 //   x[k] ~ s * c[k],  c[k] = round(x[k] / s)
@@ -111,9 +111,9 @@ struct Elements {
 // Which part of x records are made of.
 struct Activations {
     int tokens;
-    int column, columns;  // of the first record; of x: zeros behind the last
-    int dtype, vectors;   // vectors: rows are 16-byte aligned and columns is a multiple of 8
-    bool loaded;          // each thread has its first word
+    int k, K;            // the first record's first column; those of x: zeros behind the last
+    int dtype, vectors;  // vectors: every row of x is 16-byte aligned and K is a multiple of 8
+    bool loaded;         // each thread has its first word
 };
 
 // 32 elements of x as they come from memory.
@@ -123,34 +123,34 @@ struct RawWord {
 
 // Records of `words` words per token of x, by all threads of the block. raw: word number threadIdx.x of the one token,
 // where part.loaded; the caller asks for it ahead of what would keep it waiting. setBytes: from the records of a set of
-// kSetRows tokens, which share theirs, to the next set's. Not inlined: it runs once per pass, and the caller's loops keep
+// kSetTokens tokens, which share theirs, to the next set's. Not inlined: it runs once per pass, and the caller's loops keep
 // their registers.
-template <class Record, int kTokens, int kSetRows>
+template <class Record, int kTokens, int kSetTokens>
 __device__ __noinline__ void makeRecords(const uint16* x, Activations part, int words, unsigned char* records,
                                          uint32 setBytes, RawWord raw) {
-    // Blocks have about as many threads as one or two rows have words: subtracting is shorter than a division.
-    int row = 0, word = threadIdx.x;
-    auto findRow = [&] {
-        while (kTokens > 1 && word >= words && row < part.tokens) word -= words, ++row;
+    // Blocks have about as many threads as one or two tokens have words: subtracting is shorter than a division.
+    int token = 0, word = threadIdx.x;
+    auto findToken = [&] {
+        while (kTokens > 1 && word >= words && token < part.tokens) word -= words, ++token;
     };
-    auto present = [&] { return kTokens == 1 ? word < words : row < part.tokens; };
+    auto present = [&] { return kTokens == 1 ? word < words : token < part.tokens; };
     auto load = [&] {
-        const int column = part.column + word * kBitsPerWord;
-        loadPairs(x + uint32(row * part.columns) + column, present() ? part.columns - column : 0, part.vectors, raw.pairs);
+        const int k = part.k + word * kBitsPerWord;
+        loadPairs(x + uint32(token * part.K) + k, present() ? part.K - k : 0, part.vectors, raw.pairs);
     };
-    findRow();
+    findToken();
     if (!part.loaded) load();
     const int all = words * part.tokens;
     for (int start = threadIdx.x / kWarpSize * kWarpSize; start < all; start += blockDim.x) {
         Elements elements;
         if (part.dtype == kFloat16) elements.take<kFloat16>(raw.pairs);
         else elements.take<kBfloat16>(raw.pairs);
-        const uint32 ownRow = row, ownWord = word;
+        const uint32 ownToken = token, ownWord = word;
         const bool valid = present();
         word += blockDim.x;
-        findRow();
+        findToken();
         if (start + int(blockDim.x) < all) load();  // the next elements, while these are worked on
-        unsigned char* record = records + ownRow / kSetRows * setBytes + ownWord / kWordsPerTileRow * Record::kBytes;
-        Record::write(elements, ownWord % kWordsPerTileRow, valid, record, ownRow % kSetRows);
+        unsigned char* record = records + ownToken / kSetTokens * setBytes + ownWord / kWordsPerTileRow * Record::kBytes;
+        Record::write(elements, ownWord % kWordsPerTileRow, valid, record, ownToken % kSetTokens);
     }
 }

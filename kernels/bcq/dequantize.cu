@@ -1,7 +1,7 @@
 // weight[n][k] = sum_i scales[i][n][k / g] * (2 signs[i][n][k] - 1) + offset[n][k / g]      (nuQmm Eq 1, section 5.1)
 //
-// Reads the prepared order (bcq_tiles.cuh), writes row-major [N, K] fp16, bf16 or fp32 for cuBLAS.
-// Grid: one warp per (row tile, k tile), flattened; a warp's four lanes of a row share one 32-column word at a time,
+// Reads the prepared order (tiles.cuh), writes row-major [N, K] fp16, bf16 or fp32 for cuBLAS.
+// Grid: one warp per (n tile, k tile), flattened; a warp's four lanes of a row share one 32-column word at a time,
 // eight columns each, so that they write 64 consecutive bytes (fp16). Sums in fp32, planes in order.
 // Limits: group_size a multiple of 8.
 #include "tiles.cuh"
@@ -32,23 +32,23 @@ __device__ __forceinline__ void storeEight(void* weight, size_t index, const flo
 
 template <int kBits,       // planes
           int kScaleBits>  // 16 or 8
-__global__ void __launch_bounds__(256, 2)
+__global__ void __launch_bounds__(QK_DEQUANTIZE_THREADS, 2)
 bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
               const typename StoredScale<kScaleBits>::Type* __restrict__ scales,  // scale tiles
               const uint16* __restrict__ factors,  // factor tiles; null with fp16 scales
-              void* __restrict__ weight,           // [rows, columns]
-              int rows, int columns,
+              void* __restrict__ weight,           // [N, K]
+              int N, int K,
               int groups,                          // scale groups per row
               int groupSize,                       // columns per group
               int entries,                         // kBits, or kBits + 1 with an offset
               int dtype) {
     const int lane = threadIdx.x % kWarpSize, quad = lane % kTileQuads, g = lane / kTileQuads;
-    const int kTiles = (columns + kTileColumns - 1) / kTileColumns;
-    const int rowTiles = (rows + kTileRows - 1) / kTileRows;
+    const int kTiles = (K + kTileK - 1) / kTileK;
+    const int nTiles = (N + kTileN - 1) / kTileN;
     const int tile = (blockIdx.x * blockDim.x + threadIdx.x) / kWarpSize;
-    if (tile >= rowTiles * kTiles) return;
-    const int rowTile = tile / kTiles, kTile = tile % kTiles;
-    const bool vectors = columns % kColumnsPerLane == 0;
+    if (tile >= nTiles * kTiles) return;
+    const int nTile = tile / kTiles, kTile = tile % kTiles;
+    const bool vectors = K % kColumnsPerLane == 0;
 
     uint4 words[kBits];
 #pragma unroll
@@ -56,12 +56,12 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
 
 #pragma unroll
     for (int part = 0; part < kWordsPerTileRow / kTileQuads * 2; ++part) {  // x, y, z, w of the lane's words
-        const int row = g + (part % 2) * 8, n = rowTile * kTileRows + row;
-        const float factor = rowFactor<kScaleBits>(factors, rowTile, row);
+        const int row = g + (part % 2) * 8, n = nTile * kTileN + row;
+        const float factor = rowFactor<kScaleBits>(factors, nTile, row);
 #pragma unroll 1
         for (int owner = 0; owner < kTileQuads; ++owner) {
             const int word = owner + (part / 2) * kTileQuads;
-            const int column = kTile * kTileColumns + word * kBitsPerWord + quad * kColumnsPerLane;
+            const int k = kTile * kTileK + word * kBitsPerWord + quad * kColumnsPerLane;
             uint32 bytes[kBits];
 #pragma unroll
             for (int i = 0; i < kBits; ++i) {
@@ -69,9 +69,9 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
                 const uint32 own = part == 0 ? mine.x : part == 1 ? mine.y : part == 2 ? mine.z : mine.w;
                 bytes[i] = __shfl_sync(kFullWarp, own, g * kTileQuads + owner) >> (quad * kBitsPerByte);
             }
-            if (n >= rows || column >= columns) continue;
-            const int group = column / groupSize;
-            const auto* entry = scales + scaleIndex(rowTile, groups, group, row, entries, 0);
+            if (n >= N || k >= K) continue;
+            const int group = k / groupSize;
+            const auto* entry = scales + scaleIndex(nTile, groups, group, row, entries, 0);
             float values[kColumnsPerLane];
             const float offset = entries > kBits ? offsetValue<kScaleBits>(entry[kBits * kLaneRows]) : 0.0f;
 #pragma unroll
@@ -84,7 +84,7 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
             }
 #pragma unroll
             for (int c = 0; c < kColumnsPerLane; ++c) values[c] = (values[c] + offset) * factor;
-            storeEight(weight, size_t(n) * columns + column, values, columns - column, dtype, vectors);
+            storeEight(weight, size_t(n) * K + k, values, K - k, dtype, vectors);
         }
     }
 }

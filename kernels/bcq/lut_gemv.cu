@@ -4,14 +4,14 @@
 // A table holds, for one byte of sign bits (a key), the sum of eight activations with those signs: 256 fp32 values.
 // table[255] is the plain sum, which the offset multiplies. A block builds the tables of two k tiles,
 //   tables [key][k tile][sub-vector] float       one key = 2 * 32 * 4 = 256 bytes
-// then its warps walk the block's row tiles. The bank of a table is the number of its sub-vector, so 32 lanes that look
-// into 32 different tables never wait for each other, whatever their keys. In the prepared order (bcq_tiles.cuh) lane
+// then its warps walk the block's n tiles. The bank of a table is the number of its sub-vector, so 32 lanes that look
+// into 32 different tables never wait for each other, whatever their keys. In the prepared order (tiles.cuh) lane
 // 4 g + t holds eight sub-vectors of two rows, 16 (j / 4) + 4 t + j % 4 for j < 8; the eight lanes of a t hold the same
 // ones, so in step s lane 4 g + t takes j = s ^ g.
 // An address is two bytes: the key above 4 * sub-vector; the k tile is a constant in the load.
 //
-// Grid: x = ranges of row tiles, y = pairs of k tiles, z = token. The pairs' fp32 results go to `partial`
-// [pair][token][row] and bcqSumPartials adds them in order: repeatable bit for bit, where the paper uses atomicAdd.
+// Grid: x = ranges of n tiles, y = pairs of k tiles, z = token. The pairs' fp32 results go to `partial`
+// [pair][m][n] and bcqSumPartials adds them in order: repeatable bit for bit, where the paper uses atomicAdd.
 #include "tiles.cuh"
 #include "../shared/epilogue.cuh"
 #include "../shared/mma.cuh"
@@ -19,18 +19,18 @@
 namespace {
 
 constexpr int kLutWidth = 8;                                      // mu
-constexpr int kTablesPerTile = kTileColumns / kLutWidth;
-constexpr int kBlockTiles = 2;                                    // k tiles of a block
+constexpr int kTablesPerTile = kTileK / kLutWidth;
+constexpr int kBlockTiles = QK_LUT_BLOCK_TILES;                   // k tiles of a block
 constexpr int kEntryFloats = kBlockTiles * kTablesPerTile;
 constexpr int kSteps = kTablesPerTile / kTileQuads;               // look-ups per lane, row, plane and k tile
 constexpr int kWordSteps = kBitsPerWord / kLutWidth;
-constexpr int kThreads = 256;
+constexpr int kThreads = QK_LUT_THREADS;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kWarpsPerTile = kWarps / kBlockTiles;               // that build one k tile's tables
 constexpr int kNibbleWidth = kLutWidth / 2;
 constexpr int kNibbleEntries = 1 << kNibbleWidth;
 constexpr int kNibblesPerWarp = kNibbleEntries / kWarpsPerTile;   // high nibbles: 64 of a table's entries
-constexpr int kRoomyBits = 3;                                     // up to here the registers carry three blocks
+constexpr int kRoomyBits = QK_LUT_ROOMY_BITS;                     // up to here the registers carry three blocks
 constexpr int kPairBits = 5;                                      // up to here a lane holds the words of both k tiles
 constexpr int kSumBatch = 16;                                     // loads in flight per thread
 constexpr uint32 kByteOrder = 0x3210, kEveryByte = 0x1111;        // selectors, see selectBytes
@@ -42,19 +42,19 @@ static_assert(kNibblesPerWarp == 4, "a warp's number gives the signs of the last
 template <int kScaleBits> struct StoredPair { using Type = uint32; };  // of rows g and g + 8
 template <> struct StoredPair<8> { using Type = uint16; };
 
-// Eight activations; zeros behind `columns`.
-__device__ __forceinline__ void loadActivations(const uint16* row, int first, int columns, int dtype, bool vectors,
+// Eight activations; zeros behind K.
+__device__ __forceinline__ void loadActivations(const uint16* row, int first, int K, int dtype, bool vectors,
                                                 float (&values)[kLutWidth]) {
-    if (vectors) {  // columns is a multiple of 8 and x is 16-byte aligned
+    if (vectors) {  // K is a multiple of 8 and x is 16-byte aligned
         uint4 raw = make_uint4(0, 0, 0, 0);
-        if (first < columns) raw = *reinterpret_cast<const uint4*>(row + first);
+        if (first < K) raw = *reinterpret_cast<const uint4*>(row + first);
         const uint32 pairs[kLutWidth / 2] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
         for (int i = 0; i < kLutWidth; ++i) values[i] = shortToFloat(uint16(pairs[i / 2] >> i % 2 * 16), dtype);
     } else {
 #pragma unroll
         for (int i = 0; i < kLutWidth; ++i) {
-            values[i] = first + i < columns ? shortToFloat(row[first + i], dtype) : 0.0f;
+            values[i] = first + i < K ? shortToFloat(row[first + i], dtype) : 0.0f;
         }
     }
 }
@@ -83,14 +83,14 @@ __device__ __forceinline__ void buildEntries(const float (&values)[kLutWidth], i
     }
 }
 
-// What a lane holds of one k tile of one row tile. kFine: no scales, Lane::add reads them.
+// What a lane holds of one k tile of one n tile. kFine: no scales, Lane::add reads them.
 template <int kBits, int kScaleBits>
-struct Turn {
+struct Share {
     uint4 words[kBits];
     typename StoredPair<kScaleBits>::Type scales[2][kBits + 1];  // of both words' groups; the last: offset
 };
 
-// What a lane keeps from row tile to row tile.
+// What a lane keeps from n tile to n tile.
 template <int kBits, bool kFine, int kScaleBits>
 struct Lane {
     static constexpr int kSpanSteps = kFine ? 1 : kWordSteps;  // steps that share a scale
@@ -100,7 +100,7 @@ struct Lane {
     int t, g;
     uint32 first, second;                 // selectors of the keys of steps 0 .. 3, 4 .. 7 from words t, t + 4
     uint32 places[2];                     // 4 * sub-vector of steps 0 .. 3, 4 .. 7, a byte each
-    uint32 offsets[kBlockTiles][kSpans];  // of a span's scales in their row tile, bytes
+    uint32 offsets[kBlockTiles][kSpans];  // of a span's scales in their n tile, bytes
     float plains[kBlockTiles][kSpans];    // plain sums; kFine looks them up again
     const float* tables;
 
@@ -129,30 +129,30 @@ struct Lane {
         for (int tile = 0; tile < kBlockTiles; ++tile) {
 #pragma unroll
             for (int span = 0; span < kSpans; ++span) {
-                const int column = (firstTile + tile) * kTileColumns + subVector(span * kSpanSteps) * kLutWidth;
-                const int group = min(column / groupSize, groups - 1);
+                const int k = (firstTile + tile) * kTileK + subVector(span * kSpanSteps) * kLutWidth;
+                const int group = min(k / groupSize, groups - 1);
                 offsets[tile][span] = uint32(scaleIndex(0, groups, group, g, entries, 0) * sizeof(Stored));
                 keepInRegister(offsets[tile][span]);
             }
         }
     }
 
-    __device__ __forceinline__ const Pair* scalesOf(const Pair* rowTile, int tile, int span) const {
-        return reinterpret_cast<const Pair*>(reinterpret_cast<const char*>(rowTile) + offsets[tile][span]);
+    __device__ __forceinline__ const Pair* scalesOf(const Pair* nTile, int tile, int span) const {
+        return reinterpret_cast<const Pair*>(reinterpret_cast<const char*>(nTile) + offsets[tile][span]);
     }
 
-    // words, scales: of the row tile.
-    __device__ __forceinline__ void load(Turn<kBits, kScaleBits>& turn, int tile, bool offset, const uint4* words,
+    // words, scales: of the n tile.
+    __device__ __forceinline__ void load(Share<kBits, kScaleBits>& share, int tile, bool offset, const uint4* words,
                                          const Pair* scales) const {
 #pragma unroll
-        for (int i = 0; i < kBits; ++i) turn.words[i] = __ldcs(words + (tile * kBits + i) * kWarpSize);
+        for (int i = 0; i < kBits; ++i) share.words[i] = __ldcs(words + (tile * kBits + i) * kWarpSize);
         if constexpr (!kFine) {
 #pragma unroll
             for (int span = 0; span < kSpans; ++span) {
                 const Pair* source = scalesOf(scales, tile, span);
 #pragma unroll
-                for (int i = 0; i < kBits; ++i) turn.scales[span][i] = source[i];
-                if (offset) turn.scales[span][kBits] = source[kBits];
+                for (int i = 0; i < kBits; ++i) share.scales[span][i] = source[i];
+                if (offset) share.scales[span][kBits] = source[kBits];
             }
         }
     }
@@ -180,19 +180,19 @@ struct Lane {
         }
     }
 
-    // Add one k tile's share to the sums of rows g and g + 8. scales: of the row tile; read where groups are fine.
-    __device__ __forceinline__ void add(float (&sums)[kLaneRows], const Turn<kBits, kScaleBits>& turn, int tile,
+    // Add one k tile's share to the sums of rows g and g + 8. scales: of the n tile; read where groups are fine.
+    __device__ __forceinline__ void add(float (&sums)[kLaneRows], const Share<kBits, kScaleBits>& share, int tile,
                                         bool offset, const Pair* scales) const {
         uint32 keys[kBits][2][kLaneRows];
 #pragma unroll
         for (int i = 0; i < kBits; ++i) {
-            const uint4 words = turn.words[i];
+            const uint4 words = share.words[i];
             keys[i][0][0] = selectBytes(words.x, words.z, first), keys[i][1][0] = selectBytes(words.x, words.z, second);
             keys[i][0][1] = selectBytes(words.y, words.w, first), keys[i][1][1] = selectBytes(words.y, words.w, second);
         }
 #pragma unroll
         for (int span = 0; span < kSpans; ++span) {
-            const Pair* stored = kFine ? scalesOf(scales, tile, span) : turn.scales[span % 2];
+            const Pair* stored = kFine ? scalesOf(scales, tile, span) : share.scales[span % 2];
 #pragma unroll
             for (int i = 0; i < kBits; ++i) {
                 const Pair pair = stored[i];
@@ -214,13 +214,13 @@ struct Lane {
     }
 
     // The lanes of a row together, to target[row].
-    __device__ __forceinline__ void store(const float (&sums)[kLaneRows], float* target, int rows, int rowTile,
+    __device__ __forceinline__ void store(const float (&sums)[kLaneRows], float* target, int N, int nTile,
                                           const uint16* factors) const {
 #pragma unroll
         for (int half = 0; half < kLaneRows; ++half) {
             const float total = laneSum<1, kTileQuads>(sums[half]);
-            const int local = g + half * 8, row = rowTile * kTileRows + local;
-            if (t == 0 && row < rows) target[row] = total * rowFactor<kScaleBits>(factors, rowTile, local);
+            const int local = g + half * 8, n = nTile * kTileN + local;
+            if (t == 0 && n < N) target[n] = total * rowFactor<kScaleBits>(factors, nTile, local);
         }
     }
 };
@@ -234,72 +234,72 @@ __global__ void __launch_bounds__(kThreads, kFine || kBits > kRoomyBits ? 2 : 3)
 bcqLutGemv(const uint4* __restrict__ tiles,     // sign tiles
            const typename StoredPair<kScaleBits>::Type* __restrict__ scales,  // scale tiles
            const uint16* __restrict__ factors,  // factor tiles; null with fp16 scales
-           const uint16* __restrict__ x,        // [tokens, columns], fp16 or bf16
-           float* __restrict__ partial,         // [gridDim.y, tokens, rows]
-           int rows, int columns,
+           const uint16* __restrict__ x,        // [M, K], fp16 or bf16
+           float* __restrict__ partial,         // [gridDim.y, M, N]
+           int N, int K,
            int groups, int groupSize,
            int entries,                         // kBits, or kBits + 1 with an offset
            int dtype,
            int vectors) {                       // whether x can be read 16 bytes at a time
     extern __shared__ __align__(16) float tables[];
-    constexpr int kTurns = kBits <= kPairBits ? kBlockTiles : 1;  // k tiles that a lane holds
+    constexpr int kShares = kBits <= kPairBits ? kBlockTiles : 1;  // k tiles that a lane holds
     const int laneIndex = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-    const int kTiles = (columns + kTileColumns - 1) / kTileColumns, allRowTiles = (rows + kTileRows - 1) / kTileRows;
+    const int kTiles = (K + kTileK - 1) / kTileK, nTiles = (N + kTileN - 1) / kTileN;
     const int firstTile = blockIdx.y * kBlockTiles;
     const bool pair = firstTile + 1 < kTiles, offset = entries > kBits;
-    const int endRowTile = int(size_t(allRowTiles) * (blockIdx.x + 1) / gridDim.x);
-    int rowTile = int(size_t(allRowTiles) * blockIdx.x / gridDim.x) + warp;
+    const int endNTile = int(size_t(nTiles) * (blockIdx.x + 1) / gridDim.x);
+    int nTile = int(size_t(nTiles) * blockIdx.x / gridDim.x) + warp;
     allowNextKernel();
 
     // The first words and scales are on their way while the kernels before this one end and the tables are built.
     Lane<kBits, kFine, kScaleBits> lane(laneIndex, tables);
     lane.setOffsets(firstTile, groups, groupSize, entries);
-    const size_t wordStride = size_t(kTiles) * kBits * kWarpSize;  // of row tiles
+    const size_t wordStride = size_t(kTiles) * kBits * kWarpSize;  // of n tiles
     const size_t scaleStride = scaleIndex(1, groups, 0, 0, entries, 0) / kLaneRows;
-    const uint4* words = tiles + rowTile * wordStride + firstTile * kBits * kWarpSize + laneIndex;
-    scales += rowTile * scaleStride;
-    Turn<kBits, kScaleBits> turns[kTurns];
-    if (rowTile < endRowTile) {
-        lane.load(turns[0], 0, offset, words, scales);
-        if (kTurns == kBlockTiles && pair) lane.load(turns[kTurns - 1], 1, offset, words, scales);
+    const uint4* words = tiles + nTile * wordStride + firstTile * kBits * kWarpSize + laneIndex;
+    scales += nTile * scaleStride;
+    Share<kBits, kScaleBits> shares[kShares];
+    if (nTile < endNTile) {
+        lane.load(shares[0], 0, offset, words, scales);
+        if (kShares == kBlockTiles && pair) lane.load(shares[kShares - 1], 1, offset, words, scales);
     }
     waitForPriorKernels();
 
     const int builtTile = warp / kWarpsPerTile;
-    const int column = (firstTile + builtTile) * kTileColumns + laneIndex * kLutWidth;
+    const int k = (firstTile + builtTile) * kTileK + laneIndex * kLutWidth;
     float values[kLutWidth];
-    loadActivations(x + size_t(blockIdx.z) * columns, column, columns, dtype, vectors, values);
+    loadActivations(x + size_t(blockIdx.z) * K, k, K, dtype, vectors, values);
     buildEntries(values, warp % kWarpsPerTile, tables + builtTile * kTablesPerTile + laneIndex);
     __syncthreads();
     if (!kFine && offset) lane.setPlains();
 
-    for (; rowTile < endRowTile; rowTile += kWarps) {
-        const bool more = rowTile + kWarps < endRowTile;
+    for (; nTile < endNTile; nTile += kWarps) {
+        const bool more = nTile + kWarps < endNTile;
         const uint4* nextWords = words + kWarps * wordStride;
         const auto* nextScales = scales + kWarps * scaleStride;
         float sums[kLaneRows] = {0.0f, 0.0f};
-        lane.add(sums, turns[0], 0, offset, scales);
-        if (kTurns == kBlockTiles && more) lane.load(turns[0], 0, offset, nextWords, nextScales);
+        lane.add(sums, shares[0], 0, offset, scales);
+        if (kShares == kBlockTiles && more) lane.load(shares[0], 0, offset, nextWords, nextScales);
         if (pair) {
-            if (kTurns < kBlockTiles) lane.load(turns[0], 1, offset, words, scales);
-            lane.add(sums, turns[kTurns - 1], 1, offset, scales);
-            if (kTurns == kBlockTiles && more) lane.load(turns[kTurns - 1], 1, offset, nextWords, nextScales);
+            if (kShares < kBlockTiles) lane.load(shares[0], 1, offset, words, scales);
+            lane.add(sums, shares[kShares - 1], 1, offset, scales);
+            if (kShares == kBlockTiles && more) lane.load(shares[kShares - 1], 1, offset, nextWords, nextScales);
         }
-        if (kTurns < kBlockTiles && more) lane.load(turns[0], 0, offset, nextWords, nextScales);
+        if (kShares < kBlockTiles && more) lane.load(shares[0], 0, offset, nextWords, nextScales);
         words = nextWords, scales = nextScales;
 
-        lane.store(sums, partial + (size_t(blockIdx.y) * gridDim.z + blockIdx.z) * rows, rows, rowTile, factors);
+        lane.store(sums, partial + (size_t(blockIdx.y) * gridDim.z + blockIdx.z) * N, N, nTile, factors);
     }
 }
 
 // y[m][n] = residual[m][n] + activation(bias[n] + sum of the pairs' partial results, in order).
 __global__ void __launch_bounds__(kThreads)
-bcqSumPartials(const float* __restrict__ partial,  // [pairs, tokens, rows]
-               const uint16* __restrict__ bias,    // [rows] in y's type, or null
-               const uint16* residual,             // [tokens, rows], or null
-               uint16* __restrict__ y,             // [tokens, rows]
-               int pairs, int tokens, int rows, int activation, int dtype) {
-    const size_t index = size_t(blockIdx.x) * blockDim.x + threadIdx.x, size = size_t(tokens) * rows;
+bcqSumPartials(const float* __restrict__ partial,  // [pairs, M, N]
+               const uint16* __restrict__ bias,    // [N] in y's type, or null
+               const uint16* residual,             // [M, N], or null
+               uint16* __restrict__ y,             // [M, N]
+               int pairs, int M, int N, int activation, int dtype) {
+    const size_t index = size_t(blockIdx.x) * blockDim.x + threadIdx.x, size = size_t(M) * N;
     allowNextKernel();
     waitForPriorKernels();
     if (index >= size) return;
@@ -313,6 +313,6 @@ bcqSumPartials(const float* __restrict__ partial,  // [pairs, tokens, rows]
 #pragma unroll
         for (int i = 0; i < kSumBatch; ++i) sum += values[i];
     }
-    if (bias) sum += shortToFloat(bias[index % rows], dtype);
-    y[index] = finished(sum, activation, residual, residual ? shortToFloat(residual[index], dtype) : 0.0f, dtype);
+    if (bias) sum += shortToFloat(bias[index % N], dtype);
+    y[index] = withEpilogue(sum, activation, residual, residual ? shortToFloat(residual[index], dtype) : 0.0f, dtype);
 }

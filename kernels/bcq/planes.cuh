@@ -1,5 +1,5 @@
 // Activations as 16 fixed-point bit planes, in the fragment order of the binary tensor cores' B operand:
-//   c = sum_{p<15} 2^p bit_p - 2^15 bit_15,  codes c in [-2^15, 2^15) (bcq_codes.cuh)
+//   c = sum_{p<15} 2^p bit_p - 2^15 bit_15,  codes c in [-2^15, 2^15) (codes.cuh)
 #pragma once
 #include "codes.cuh"
 
@@ -13,18 +13,18 @@ __device__ __forceinline__ uint32 planeWeights(int quad, bool high) {
     return one | (first + 1 == kPlanes - 1 ? two | kHalfSignBit : two) << 16;
 }
 
-// A record holds one k tile of one row of x:
+// A record holds one k tile of one token:
 //   planes [lane = 4 (p % 8) + t] uint4 {planes p, p + 8 of word t; the same of word t + 4}: B of two binaryCount256
 //   about  [segment] float2 {scale s, sum of the codes}
 constexpr int kPlaneBytes = kWarpSize * sizeof(uint4);
 template <int kSegment>
 __host__ __device__ constexpr int recordBytes() {
-    return kPlaneBytes + (kSegment < kTileColumns ? kTileColumns / kSegment * int(sizeof(float2)) : int(sizeof(uint4)));
+    return kPlaneBytes + (kSegment < kTileK ? kTileK / kSegment * int(sizeof(float2)) : int(sizeof(uint4)));
 }
 // Where segment `segment`, counted from a record's first, keeps its scale and sum.
 template <int kSegment>
 __device__ __forceinline__ constexpr uint32 aboutOffset(int segment) {
-    constexpr int kTileSegments = kTileColumns / kSegment;
+    constexpr int kTileSegments = kTileK / kSegment;
     return segment / kTileSegments * recordBytes<kSegment>() + kPlaneBytes + segment % kTileSegments * sizeof(float2);
 }
 

@@ -1,29 +1,30 @@
-// The part of the bcq GEMVs that does not depend on how signs are multiplied: how weights come, who takes what, and how
-// sums leave. A Product (bcq_binary_turn.cuh, bcq_int8_turn.cuh) makes records of x, multiplies turns and keeps sums.
+// The part of the bcq GEMVs that does not depend on how signs are multiplied: the pipeline that streams the weights, the
+// share of each warp, and the final sums. A Product (binary_step.cuh, int8_step.cuh) makes records of x, multiplies the
+// weights of a step and keeps sums.
 //
-// Grid: x = blocks, about one per multiprocessor, each a contiguous range of row tiles; y = groups of kTokens tokens.
-// Inside a block the warps take turns, up to kSteps neighbouring k tiles of one row tile each, so that together they
-// read straight on: each streams its turns through its own ring of kDepth slots (cp.async), running ahead of everything
-// else; the first slots are in flight while the records are made. Two resident blocks of successive launches per
-// multiprocessor (kResident = 2) let the next kernel's slots fill while this one ends. K too long for shared memory is
-// taken in passes of `passTiles` k tiles. Every warp has its own sum of every row; they are added in warp order at the
-// end: fp32, no atomics, repeatable bit for bit. Where records are much work, a cluster of two blocks shares a range of
-// row tiles, so that each makes those of half of x only; each finishes half of the sums, which the other one sends it.
+// Grid: x = blocks, about one per multiprocessor, each a contiguous range of n tiles; y = groups of kTokens tokens.
+// A step is up to kStepTiles neighbouring k tiles of one n tile. The warps of a block take the steps in order, so that
+// together they read straight on. Each warp streams its steps through a ring of kStages stages of its own (cp.async); the
+// first stages are in flight while the records are made. Two resident blocks of successive launches per multiprocessor
+// (kResident = 2) let the next kernel's stages fill while this one ends. K too long for shared memory is taken in passes
+// of `passTiles` k tiles. Every warp has its own sum of every row; they are added in warp order at the end: fp32, no
+// atomics, repeatable bit for bit. Where records are much work, the two blocks of a cluster share a range of n tiles:
+// each makes the records of half of x, and each adds up half of the sums, of which the other sends it its part.
 //
 //   shared memory: mailbox of a cluster's block
-//                  ring [warp][kDepth] {signs [step][plane][lane] uint4, scales [step][segment][g][entry][2]}
+//                  ring [warp][kStages] {signs [tile][plane][lane] uint4, scales [tile][segment][g][entry][2]}
 //                  records [set of tokens][k tile]
-//                  sums [row tile][warp][row][token] fp32
-//                  received from the other block of a cluster: half of [row tile][row][token] fp32
+//                  sums [n tile][warp][row][token] fp32
+//                  received from the other block of a cluster: half of [n tile][row][token] fp32
 #pragma once
 #include "codes.cuh"
-#include "slots.cuh"
+#include "stages.cuh"
 #include "../shared/cluster.cuh"
 #include "../shared/epilogue.cuh"
 #include "../shared/mma.cuh"
 
-constexpr int kLongTurn = 4;  // tiles
-constexpr int kMailboxBytes = kClusters ? 128 : 0;  // slots that are off whole lines take 15 % longer to fill
+constexpr int kLongStep = 4;  // tiles
+constexpr int kMailboxBytes = kClusters ? QK_MAILBOX_BYTES : 0;  // stages off whole lines take 15 % longer to fill
 constexpr int kLineBytes = 128, kLineElements = kLineBytes / sizeof(uint16);
 
 // The entries of rows g and g + 8, the first in the low bits.
@@ -41,24 +42,24 @@ __device__ __forceinline__ void flushQuads(float (&sums)[kTokens][kLaneRows], fl
     for (int m = 0; m < kTokens; ++m) {
         const float other = __shfl_xor_sync(kFullWarp, row ? sums[m][0] : sums[m][1], 1);
         const float total = laneSum<kLaneRows, kTileQuads>((row ? sums[m][1] : sums[m][0]) + other);
-        if (quad < kLaneRows) target[(g + row * (kTileRows / kLaneRows)) * kTokens + m] += total;
+        if (quad < kLaneRows) target[(g + row * (kTileN / kLaneRows)) * kTokens + m] += total;
         sums[m][0] = sums[m][1] = 0.0f;
     }
 }
 
-// How the warps of a block take turns in one pass: turns per row tile, and from a warp's turn to its next.
+// The steps of one pass: how many an n tile has, the first of this warp, and the distance to its next.
 struct Pass {
-    int width, turns, firstRow, firstTurn, rowStep, turnStep;
+    int width, steps, firstNTile, firstStep, nStride, stepStride;
 };
 
-// No divisions: every warp runs this before its first fetch, and most rows have more turns than a block has warps.
-template <int kWarps, int kSteps>
+// Without divisions: every warp runs this before its first fetch, and most n tiles have more steps than a block warps.
+template <int kWarps, int kStepTiles>
 __device__ __noinline__ Pass passOf(int pass, int passTiles, int kTiles) {
     const int width = min(passTiles, kTiles - pass * passTiles);
-    const int turns = (width + kSteps - 1) / kSteps;
-    Pass found{width, turns, 0, int(threadIdx.x / kWarpSize), 0, kWarps};
-    for (; found.firstTurn >= turns; found.firstTurn -= turns) ++found.firstRow;
-    for (; found.turnStep >= turns; found.turnStep -= turns) ++found.rowStep;
+    const int steps = (width + kStepTiles - 1) / kStepTiles;
+    Pass found{width, steps, 0, int(threadIdx.x / kWarpSize), 0, kWarps};
+    for (; found.firstStep >= steps; found.firstStep -= steps) ++found.firstNTile;
+    for (; found.stepStride >= steps; found.stepStride -= steps) ++found.nStride;
     return found;
 }
 
@@ -67,35 +68,35 @@ struct Problem {
     const uint4* tiles;     // sign tiles
     const void* scales;     // scale tiles
     const uint16* factors;  // factor tiles, or null with fp16 scales
-    const uint16* x;        // [tokens, columns], fp16 or bf16
-    const uint16* bias;     // [rows] in x's type, or null
-    const uint16* residual; // [tokens, rows], added to the result, or null
-    uint16* y;              // [tokens, rows]
-    int tokens, rows, columns;
+    const uint16* x;        // [M, K], fp16 or bf16
+    const uint16* bias;     // [N] in x's type, or null
+    const uint16* residual; // [M, N], added to the result, or null
+    uint16* y;              // [M, N]
+    int M, N, K;
     int groups;             // scale groups per row
     uint32 groupMagic;      // 2^32 over the segments of a group, rounded up; 0 for one
     int entries;            // kBits, or kBits + 1 with an offset
-    int passTiles;          // k tiles whose records fit into shared memory at once; whole turns
-    int rangeTiles;         // row tiles of a range (a block, or a cluster), one more in the first `longRanges`
+    int passTiles;          // k tiles whose records fit into shared memory at once; whole steps
+    int rangeTiles;         // n tiles of a range (a block, or a cluster), one more in the first `longRanges`
     int longRanges;
     int dtype;
     int activation;         // of activation.cuh, or kNoActivation; before the residual is added
-    int vectors;            // x rows are 16-byte aligned and columns % 8 == 0
+    int vectors;            // every row of x is 16-byte aligned and K % 8 == 0
 };
 
-// A whole kernel. Product: kTokens rows of x at once, in sets of kSetRows whose tiles share a record of kRecord bytes;
-// kHoldsWord: one row, and registers for a word of it per thread while slots are filled.
-template <class Product, int kWarps, int kDepth>
+// A whole kernel. Product: kTokens tokens at once, in sets of kSetTokens whose tiles share a record of kRecord bytes;
+// kHoldsWord: one row, and registers for a word of it per thread while stages are filled.
+template <class Product, int kWarps, int kStages>
 __device__ __forceinline__ void multiplyWeight(const Problem& p) {
-    static_assert(kDepth >= 2, "one slot is read while another is filled");
+    static_assert(kStages >= 2, "one stage is read while another is filled");
     using S = typename Product::Shape;
-    constexpr int kThreads = kWarps * kWarpSize, kSteps = S::kSteps, kTokens = Product::kTokens;
-    constexpr int kRecord = Product::Record::kBytes, kTileSums = kTileRows * kTokens;
-    // A long turn is mostly all that a warp has of a row tile: its sums leave while the next turn is worked on, so that
-    // nothing waits for their shuffles. Sums of short turns leave where the row tile changes.
-    constexpr bool kEveryTurn = kTokens == 1 && kSteps >= kLongTurn;
-    // One row of x is asked for behind half of the first slots: what is on its way before it keeps it waiting.
-    constexpr int kFirstSlots = Product::kHoldsWord && kDepth > 2 ? (kDepth - 1) / 2 : kDepth - 1;
+    constexpr int kThreads = kWarps * kWarpSize, kStepTiles = S::kStepTiles, kTokens = Product::kTokens;
+    constexpr int kRecord = Product::Record::kBytes, kTileSums = kTileN * kTokens;
+    // A long step is mostly all that a warp has of an n tile: its sums leave while the next step is worked on, so that
+    // nothing waits for their shuffles. Sums of short steps leave where the n tile changes.
+    constexpr bool kEveryStep = kTokens == 1 && kStepTiles >= kLongStep;
+    // One row of x is asked for behind half of the first stages: what is on its way before it keeps it waiting.
+    constexpr int kFirstStages = Product::kHoldsWord && kStages > 2 ? (kStages - 1) / 2 : kStages - 1;
     extern __shared__ __align__(16) unsigned char shared[];
     Mailbox& mailbox = *reinterpret_cast<Mailbox*>(shared);
     unsigned char* rings = shared + kMailboxBytes;
@@ -105,9 +106,9 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     // in passes. Clusters are of one block or two.
     const uint32 parts = clusterBlocks(), part = clusterRank(), partShift = parts - 1;
     const int range = blockIdx.x >> partShift;
-    const int firstRowTile = range * p.rangeTiles + min(range, p.longRanges);
-    const int rowTiles = p.rangeTiles + (range < p.longRanges);
-    const int kTiles = (p.columns + kTileColumns - 1) / kTileColumns;
+    const int firstNTile = range * p.rangeTiles + min(range, p.longRanges);
+    const int nTiles = p.rangeTiles + (range < p.longRanges);
+    const int kTiles = (p.K + kTileK - 1) / kTileK;
     const int firstTile = uint32(kTiles) * part >> partShift;
     const int ownTiles = (uint32(kTiles) * (part + 1) >> partShift) - firstTile;
     const int passes = ownTiles <= p.passTiles ? 1 : (ownTiles + p.passTiles - 1) / p.passTiles;
@@ -116,60 +117,60 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     const uint32 groupVectors = offset ? S::groupVectors(1) : S::groupVectors(0), groupBytes = groupVectors * kVectorBytes;
 
     const Weights<S> weights{
-        pinned(p.tiles + size_t(firstRowTile) * kTiles * S::kSignVectors + lane),
-        pinned(static_cast<const uint4*>(p.scales) + size_t(firstRowTile) * p.groups * groupVectors),
+        pinned(p.tiles + size_t(firstNTile) * kTiles * S::kSignVectors + lane),
+        pinned(static_cast<const uint4*>(p.scales) + size_t(firstNTile) * p.groups * groupVectors),
         uint32(kTiles), uint32(p.groups), groupVectors, uint32(lane), p.groupMagic,
         offset ? (1u << 16) / S::groupVectors(1) + 1 : (1u << 16) / S::groupVectors(0) + 1,
         p.groupMagic == 0 && p.groups == kTiles * S::kTileSegments};
-    const uint32 slotBytes = pinned(S::kSignBytes + S::kTurnSegments * groupBytes), ringBytes = kDepth * slotBytes;
-    const uint32 firstSlot = pinned(sharedAddress(rings) + warp * ringBytes), endSlot = pinned(firstSlot + ringBytes);
+    const uint32 stageBytes = pinned(S::kSignBytes + S::kStepSegments * groupBytes), ringBytes = kStages * stageBytes;
+    const uint32 firstStage = pinned(sharedAddress(rings) + warp * ringBytes), endStage = pinned(firstStage + ringBytes);
     unsigned char* records = rings + kWarps * ringBytes;
     const uint32 setBytes = pinned(p.passTiles * kRecord);
-    float* sums = reinterpret_cast<float*>(records + kTokens / Product::kSetRows * setBytes);
+    float* sums = reinterpret_cast<float*>(records + kTokens / Product::kSetTokens * setBytes);
 
-    // The turn fetched next: its pass, row tile, place in the row, first tile counted through the block.
-    Pass turns = passOf<kWarps, kSteps>(0, p.passTiles, ownTiles), ahead = turns;
-    int aheadPass = 0, aheadRow = ahead.firstRow, aheadTurn = ahead.firstTurn;
-    uint32 aheadTile = aheadRow * kTiles + firstTile + aheadTurn * kSteps;
-    auto skipToWork = [&] {  // past the passes that have no turn for this warp
-        while (aheadRow >= rowTiles && aheadPass + 1 < passes) {
-            ahead = passOf<kWarps, kSteps>(++aheadPass, p.passTiles, ownTiles);
-            aheadRow = ahead.firstRow, aheadTurn = ahead.firstTurn;
-            aheadTile = aheadRow * kTiles + firstTile + aheadPass * p.passTiles + aheadTurn * kSteps;
+    // The step fetched next: its pass, n tile, place in the row, first tile counted through the block.
+    Pass own = passOf<kWarps, kStepTiles>(0, p.passTiles, ownTiles), ahead = own;
+    int aheadPass = 0, aheadNTile = ahead.firstNTile, aheadStep = ahead.firstStep;
+    uint32 aheadTile = aheadNTile * kTiles + firstTile + aheadStep * kStepTiles;
+    auto skipToWork = [&] {  // past the passes that have no step for this warp
+        while (aheadNTile >= nTiles && aheadPass + 1 < passes) {
+            ahead = passOf<kWarps, kStepTiles>(++aheadPass, p.passTiles, ownTiles);
+            aheadNTile = ahead.firstNTile, aheadStep = ahead.firstStep;
+            aheadTile = aheadNTile * kTiles + firstTile + aheadPass * p.passTiles + aheadStep * kStepTiles;
         }
     };
-    auto fetchSlot = [&](uint32 slot) {
-        if (aheadRow < rowTiles) {
-            weights.fetch(slot, aheadTile, aheadRow, min(kSteps, ahead.width - aheadTurn * kSteps));
-            aheadRow += ahead.rowStep, aheadTurn += ahead.turnStep;
-            aheadTile += ahead.rowStep * kTiles + ahead.turnStep * kSteps;
-            if (aheadTurn >= ahead.turns) {
-                aheadTurn -= ahead.turns, ++aheadRow;
-                aheadTile += kTiles - ahead.turns * kSteps;
+    auto fetchStage = [&](uint32 stage) {
+        if (aheadNTile < nTiles) {
+            weights.fetch(stage, aheadTile, aheadNTile, min(kStepTiles, ahead.width - aheadStep * kStepTiles));
+            aheadNTile += ahead.nStride, aheadStep += ahead.stepStride;
+            aheadTile += ahead.nStride * kTiles + ahead.stepStride * kStepTiles;
+            if (aheadStep >= ahead.steps) {
+                aheadStep -= ahead.steps, ++aheadNTile;
+                aheadTile += kTiles - ahead.steps * kStepTiles;
             }
         }
         copyCommit();
     };
-    uint32 filled = firstSlot;  // pinned below: NVRTC 13.0 builds no valid copy to an address that is partly uniform
-    auto fetchSlots = [&](int count, bool skip) {
+    uint32 filled = firstStage;  // pinned below: NVRTC 13.0 builds no valid copy to an address that is partly uniform
+    auto fetchStages = [&](int count, bool skip) {
 #pragma unroll 1
-        for (int i = 0; i < count; ++i, filled = pinned(filled + slotBytes)) {
+        for (int i = 0; i < count; ++i, filled = pinned(filled + stageBytes)) {
             if (skip) skipToWork();
-            fetchSlot(filled);
+            fetchStage(filled);
         }
     };
-    const int firstSlots = passes == 1 ? kFirstSlots : kDepth - 1;  // no calls while x is in registers
-    fetchSlots(firstSlots, passes > 1);
-    for (int i = threadIdx.x; i < rowTiles * kWarps * kTileSums; i += kThreads) sums[i] = 0.0f;
+    const int firstStages = passes == 1 ? kFirstStages : kStages - 1;  // no calls while x is in registers
+    fetchStages(firstStages, passes > 1);
+    for (int i = threadIdx.x; i < nTiles * kWarps * kTileSums; i += kThreads) sums[i] = 0.0f;
     // What is read behind the wait and at the end would come from memory. Before the wait, since writes meet in L2.
-    const int prefetched = firstRowTile * kTileRows + threadIdx.x * kLineElements;
-    if (prefetched < min(p.rows, (firstRowTile + rowTiles) * kTileRows)) {
+    const int prefetched = firstNTile * kTileN + threadIdx.x * kLineElements;
+    if (prefetched < min(p.N, (firstNTile + nTiles) * kTileN)) {
         if (p.bias) prefetchL2(p.bias + prefetched);
         if (p.residual) prefetchL2(p.residual + prefetched);
     }
-    if constexpr (kTokens == 1) {  // more rows would wait for each other's lines longer than this gains
-        for (int i = threadIdx.x * kLineElements; i < p.columns; i += kThreads * kLineElements) {
-            prefetchL2(p.x + size_t(firstToken) * p.columns + i);
+    if constexpr (kTokens == 1) {  // more tokens would wait for each other's lines longer than this gains
+        for (int i = threadIdx.x * kLineElements; i < p.K; i += kThreads * kLineElements) {
+            prefetchL2(p.x + size_t(firstToken) * p.K + i);
         }
     }
     if (clusterBlocks() > 1) {
@@ -180,76 +181,76 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     Product product(lane, p.entries, groupBytes);
     waitForPriorKernels();  // from here on x may be read and y written
 
-    const uint16* x = p.x + size_t(firstToken) * p.columns;
-    Activations piece{min(kTokens, p.tokens - firstToken), firstTile * kTileColumns, p.columns, p.dtype, p.vectors,
+    const uint16* x = p.x + size_t(firstToken) * p.K;
+    Activations piece{min(kTokens, p.M - firstToken), firstTile * kTileK, p.K, p.dtype, p.vectors,
                       Product::kHoldsWord};
     RawWord raw;
     if constexpr (Product::kHoldsWord) {
-        const bool present = threadIdx.x < turns.turns * kSteps * kWordsPerTileRow;
-        const int column = piece.column + threadIdx.x * kBitsPerWord;
-        loadPairs(x + column, present ? p.columns - column : 0, p.vectors, raw.pairs);
-        fetchSlots(kDepth - 1 - firstSlots, false);
+        const bool present = threadIdx.x < own.steps * kStepTiles * kWordsPerTileRow;
+        const int k = piece.k + threadIdx.x * kBitsPerWord;
+        loadPairs(x + k, present ? p.K - k : 0, p.vectors, raw.pairs);
+        fetchStages(kStages - 1 - firstStages, false);
     }
 
-    uint32 slot = firstSlot, emptySlot = endSlot - slotBytes;
+    uint32 stage = firstStage, emptyStage = endStage - stageBytes;
     for (int pass = 0; pass < passes; ++pass) {
-        if (pass > 0) turns = passOf<kWarps, kSteps>(pass, p.passTiles, ownTiles);
-        makeRecords<typename Product::Record, kTokens, Product::kSetRows>(
-            x, piece, turns.turns * kSteps * kWordsPerTileRow, records, setBytes, raw);
-        piece.column += p.passTiles * kTileColumns, piece.loaded = false;
+        if (pass > 0) own = passOf<kWarps, kStepTiles>(pass, p.passTiles, ownTiles);
+        makeRecords<typename Product::Record, kTokens, Product::kSetTokens>(
+            x, piece, own.steps * kStepTiles * kWordsPerTileRow, records, setBytes, raw);
+        piece.k += p.passTiles * kTileK, piece.loaded = false;
         __syncthreads();
 
-        constexpr uint32 kTurnBytes = kSteps * kRecord;
-        const uint32 rowBytes = pinned(turns.turns * kTurnBytes), stepBytes = pinned(turns.turnStep * kTurnBytes);
+        constexpr uint32 kStepBytes = kStepTiles * kRecord;
+        const uint32 rowBytes = pinned(own.steps * kStepBytes), strideBytes = pinned(own.stepStride * kStepBytes);
         const uint32 endRecord = pinned(sharedAddress(records) + rowBytes);
-        uint32 record = endRecord - rowBytes + turns.firstTurn * kTurnBytes;
-        int rowTile = turns.firstRow, present = rowTile;  // present: the row tile that the sums belong to
+        uint32 record = endRecord - rowBytes + own.firstStep * kStepBytes;
+        int nTile = own.firstNTile, present = nTile;  // present: the n tile that the sums belong to
         auto target = [&] { return sums + (present * kWarps + warp) * kTileSums; };
-        float last[1][kLaneRows] = {};  // of the turn before
-        while (rowTile < rowTiles) {
-            copyWait<kDepth - 2>();
-            __syncwarp();  // the slot filled next was read by every lane
+        float last[1][kLaneRows] = {};  // of the step before
+        while (nTile < nTiles) {
+            copyWait<kStages - 2>();
+            __syncwarp();  // the stage filled next was read by every lane
             if (passes > 1) skipToWork();
-            fetchSlot(emptySlot);
-            if (!kEveryTurn && rowTile != present) {
+            fetchStage(emptyStage);
+            if (!kEveryStep && nTile != present) {
                 product.flush(target(), lane);
-                present = rowTile;
+                present = nTile;
             }
-            product.multiplyTurn(slot, p.entries, record, setBytes);
-            if constexpr (kEveryTurn) {
+            product.multiplyStep(stage, p.entries, record, setBytes);
+            if constexpr (kEveryStep) {
                 flushQuads<1>(last, target(), lane);
-                present = rowTile;
+                present = nTile;
 #pragma unroll
                 for (int row = 0; row < kLaneRows; ++row) {
                     last[0][row] = product.sums[0][row];
                     product.sums[0][row] = 0.0f;
                 }
             }
-            emptySlot = slot;
-            slot = slot + slotBytes == endSlot ? firstSlot : slot + slotBytes;
-            rowTile += turns.rowStep, record += stepBytes;
-            if (record >= endRecord) record -= rowBytes, ++rowTile;
+            emptyStage = stage;
+            stage = stage + stageBytes == endStage ? firstStage : stage + stageBytes;
+            nTile += own.nStride, record += strideBytes;
+            if (record >= endRecord) record -= rowBytes, ++nTile;
         }
-        if (present < rowTiles) {
-            if constexpr (kEveryTurn) flushQuads<1>(last, target(), lane);
+        if (present < nTiles) {
+            if constexpr (kEveryStep) flushQuads<1>(last, target(), lane);
             else product.flush(target(), lane);
         }
         __syncthreads();
     }
 
-    // What an element of the row tiles adds up to in this block, in warp order.
+    // What an element of the n tiles adds up to in this block, in warp order.
     auto blockSum = [&](int i) {
-        const float* own = sums + i / kTileSums * kWarps * kTileSums + i % kTileSums;
+        const float* first = sums + i / kTileSums * kWarps * kTileSums + i % kTileSums;
         float sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += own[w * kTileSums];
+        for (int w = 0; w < kWarps; ++w) sum += first[w * kTileSums];
         return sum;
     };
-    // Blocks of a cluster finish half of the elements each, and get what the other one has of them. What is read or worked
-    // out again here is in no register until then.
+    // Each block of a cluster adds up half of the elements, and gets the other block's part of them. Values are read or
+    // computed again here, so that they take no register before.
     const uint32 blocks = clusterBlocks(), rank = clusterRank();
-    const int elements = pinned(rowTiles) * kTileSums >> (blocks - 1), firstElement = rank * elements;
-    float* received = sums + rowTiles * kWarps * kTileSums;
+    const int elements = pinned(nTiles) * kTileSums >> (blocks - 1), firstElement = rank * elements;
+    float* received = sums + nTiles * kWarps * kTileSums;
     if (blocks > 1) {
         mailbox.waitForOthers();
         if (threadIdx.x == 0) mailbox.expect(elements * sizeof(float));
@@ -260,19 +261,19 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
         }
     }
     for (int i = threadIdx.x; i < elements; i += kThreads) {
-        const int place = firstElement + i, rowTile = place / kTileSums, element = place % kTileSums;
-        const int n = (firstRowTile + rowTile) * kTileRows + element / kTokens, m = firstToken + element % kTokens;
-        const bool inside = n < p.rows && m < p.tokens;  // records of tokens behind the last were never made
-        const size_t output = size_t(m) * p.rows + n;
+        const int place = firstElement + i, nTile = place / kTileSums, element = place % kTileSums;
+        const int n = (firstNTile + nTile) * kTileN + element / kTokens, m = firstToken + element % kTokens;
+        const bool inside = n < p.N && m < p.M;  // records of tokens behind the last were never made
+        const size_t output = size_t(m) * p.N + n;
         const float shift = inside && p.bias ? shortToFloat(p.bias[n], p.dtype) : 0.0f;
-        const float kept = inside && p.residual ? shortToFloat(p.residual[output], p.dtype) : 0.0f;
+        const float addend = inside && p.residual ? shortToFloat(p.residual[output], p.dtype) : 0.0f;
         float value = blockSum(place);
         if (blocks > 1) {
             mailbox.receive();  // what is sent is waited for, by some thread at least, also where all is outside
             value += received[i];
         }
         if (!inside) continue;
-        value *= rowFactor<Product::kScaleBits>(p.factors, firstRowTile + rowTile, element / kTokens);
-        p.y[output] = finished(p.bias ? value + shift : value, p.activation, p.residual, kept, p.dtype);
+        value *= rowFactor<Product::kScaleBits>(p.factors, firstNTile + nTile, element / kTokens);
+        p.y[output] = withEpilogue(p.bias ? value + shift : value, p.activation, p.residual, addend, p.dtype);
     }
 }

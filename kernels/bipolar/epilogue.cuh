@@ -1,17 +1,17 @@
-// Recovery of a finished tile and its way to y, for bipolar_gemm_wgmma.cu.
+// The epilogue of gemm_wgmma.cu: a tile's sums to values of y, and these to memory.
 //
 // A thread 32 w + 4 g + t of a consumer warpgroup holds rows 16 w + g and 16 w + g + 8 of operand A, and rows
-// 8 c + 2 t, 8 c + 2 t + 1 of operand B for every c. Where B is W, the row order of weight tiles (channelOfRow) makes
-// the eight values of four neighbouring c eight neighbouring channels: one or two 16-byte stores, nothing exchanged.
-// Where A is W they are one channel of many tokens, and go through shared memory.
+// 8 c + 2 t, 8 c + 2 t + 1 of operand B for every c. Where B is W, the row order of weight tiles (featureOfRow) makes
+// the eight values of four neighbouring c eight neighbouring features: one or two 16-byte stores, nothing exchanged.
+// Where A is W they are one feature of many tokens, and go through shared memory.
 #pragma once
 #include "planes.cuh"
 #include "../shared/wgmma.cuh"
 
-constexpr int kRunChannels = 8;                   // neighbouring channels of a thread
-constexpr int kRunRows = 32;                      // rows of B that they are among
-constexpr int kSlabTokens = 32, kSlabChannels = kWgmmaRows;
-constexpr int kSlabPadding = 16;                  // bytes between rows of a slab: no bank conflicts
+constexpr int kRunFeatures = 8;                   // neighbouring features of a thread
+constexpr int kRunRows = kOrderRows;               // rows of B that they are among
+constexpr int kSlabTokens = QK_SLAB_TOKENS, kSlabFeatures = kWgmmaRows;
+constexpr int kSlabPadding = QK_SLAB_PADDING;     // bytes between rows of a slab: no bank conflicts
 
 // What the recovery needs to know of one row of an operand.
 struct alignas(16) Line {
@@ -40,19 +40,19 @@ __device__ __forceinline__ void mergeLevels(int* sums) {
     }
 }
 
-// Where a tile of this warpgroup stands: the output, its first token and channel.
+// The tile of this warpgroup: the output, its first token and feature.
 struct Place {
     uint8* y;
-    int token, channel, M, N;
+    int m, n, M, N;
 };
 
 constexpr int elementBytes(int dtype) { return dtype == kFloat32 ? 4 : 2; }
-constexpr int slabRowBytes(int dtype) { return kSlabChannels * elementBytes(dtype) + kSlabPadding; }
+constexpr int slabRowBytes(int dtype) { return kSlabFeatures * elementBytes(dtype) + kSlabPadding; }
 constexpr int slabBytes(bool swap, int dtype) { return swap ? kSlabTokens * slabRowBytes(dtype) : 0; }
 
-// Eight 16-bit values of one token at neighbouring channels, where they are inside y.
+// Eight 16-bit values of one token at neighbouring features, where they are inside y.
 template <int kDtype>
-__device__ __forceinline__ void storeRun(bool inside, uint8* y, size_t index, const float (&value)[kRunChannels]) {
+__device__ __forceinline__ void storeRun(bool inside, uint8* y, size_t index, const float (&value)[kRunFeatures]) {
     uint32 word[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -61,20 +61,20 @@ __device__ __forceinline__ void storeRun(bool inside, uint8* y, size_t index, co
     store16If(inside, reinterpret_cast<uint16*>(y) + index, word[0], word[1], word[2], word[3]);
 }
 
-// B is W. kRuns: N is a multiple of eight, so every thread stores runs of eight channels of its two tokens, all inside
+// B is W. kRuns: N is a multiple of eight, so every thread stores runs of eight features of its two tokens, all inside
 // or all outside y; else, and in fp32, one element at a time.
-template <bool kRuns, bool kSmall, int kColumns, int kDtype>
+template <bool kRuns, bool kSmall, int kRowsB, int kDtype>
 __device__ __forceinline__ void writeRuns(const int* dots, const Line* linesA, const Line* linesB, const Place& p,
                                           int thread) {
     const int lane = thread % kWarpSize, t = lane % 4, row = thread / kWarpSize * 16 + lane / 4;
     const Line a[2] = {linesA[row], linesA[row + 8]};
 #pragma unroll
-    for (int start = 0; start < kColumns; start += kRunRows) {
-        const int channel = p.channel + start + kRunChannels * t, token = p.token + row;
-        const size_t index[2] = {size_t(token) * p.N + channel, size_t(token + 8) * p.N + channel};
-        float value[2][kRunChannels];
+    for (int start = 0; start < kRowsB; start += kRunRows) {
+        const int n = p.n + start + kRunFeatures * t, m = p.m + row;
+        const size_t index[2] = {size_t(m) * p.N + n, size_t(m + 8) * p.N + n};
+        float value[2][kRunFeatures];
 #pragma unroll
-        for (int i = 0; i < kRunChannels; i++) {
+        for (int i = 0; i < kRunFeatures; i++) {
             const int c = i / 2, e = i % 2;
             const Line b = linesB[start + 8 * c + 2 * t + e];
 #pragma unroll
@@ -82,27 +82,27 @@ __device__ __forceinline__ void writeRuns(const int* dots, const Line* linesA, c
                 const int dot = dots[(start / 8 + c) * 4 + 2 * half + e];
                 value[half][i] = scaled(valueOf<kSmall>(4 * dot + a[half].term + b.term), a[half].scale, b.scale,
                                         b.bias);
-                if (kRuns || token + 8 * half >= p.M || channel + i >= p.N) continue;
+                if (kRuns || m + 8 * half >= p.M || n + i >= p.N) continue;
                 storeElement(p.y, index[half] + i, value[half][i], kDtype);
             }
         }
         if constexpr (kRuns) {
-            storeRun<kDtype>(channel < p.N && token < p.M, p.y, index[0], value[0]);
-            storeRun<kDtype>(channel < p.N && token + 8 < p.M, p.y, index[1], value[1]);
+            storeRun<kDtype>(n < p.N && m < p.M, p.y, index[0], value[0]);
+            storeRun<kDtype>(n < p.N && m + 8 < p.M, p.y, index[1], value[1]);
         }
     }
 }
 
-// A is W: 32 tokens at a time through a slab [token][channel] of shared memory, then rows of channels to y.
-template <bool kSmall, int kColumns, int kDtype>
+// A is W: 32 tokens at a time through a slab [token][feature] of shared memory, then rows of features to y.
+template <bool kSmall, int kRowsB, int kDtype>
 __device__ __forceinline__ void writeSlabs(const int* dots, const Line* linesA, const Line* linesB, const Place& p,
                                            uint8* slab, int thread, int barrier) {
     constexpr int kElement = elementBytes(kDtype), kRowBytes = slabRowBytes(kDtype);
-    constexpr int kPerChunk = kChunkBytes / kElement, kChunks = kSlabChannels / kPerChunk;
+    constexpr int kPerChunk = kChunkBytes / kElement, kChunks = kSlabFeatures / kPerChunk;
     const int lane = thread % kWarpSize, t = lane % 4, row = thread / kWarpSize * 16 + lane / 4;
     const Line a[2] = {linesA[row], linesA[row + 8]};
 #pragma unroll
-    for (int start = 0; start < kColumns; start += kSlabTokens) {
+    for (int start = 0; start < kRowsB; start += kSlabTokens) {
         namedSync(barrier, kWarpgroup);  // all have copied the slab before
 #pragma unroll
         for (int i = 0; i < kSlabTokens / 4; i++) {
@@ -113,21 +113,21 @@ __device__ __forceinline__ void writeSlabs(const int* dots, const Line* linesA, 
                 const int dot = dots[(start / 8 + i / 2) * 4 + 2 * half + i % 2];
                 const float value = scaled(valueOf<kSmall>(4 * dot + a[half].term + b.term), a[half].scale, b.scale,
                                            a[half].bias);
-                storeElement(slab + rowB * kRowBytes, channelOfRow(row + 8 * half), value, kDtype);
+                storeElement(slab + rowB * kRowBytes, featureOfRow(row + 8 * half), value, kDtype);
             }
         }
         namedSync(barrier, kWarpgroup);
-        const int channel = p.channel + thread % kChunks * kPerChunk;
+        const int n = p.n + thread % kChunks * kPerChunk;
 #pragma unroll
         for (int token = thread / kChunks; token < kSlabTokens; token += kWarpgroup / kChunks) {
-            if (p.token + start + token >= p.M || channel >= p.N) continue;
+            if (p.m + start + token >= p.M || n >= p.N) continue;
             const uint8* from = slab + token * kRowBytes + thread % kChunks * kChunkBytes;
-            uint8* to = p.y + (size_t(p.token + start + token) * p.N + channel) * kElement;
-            if (p.N % kPerChunk == 0) {  // then channel + kPerChunk <= N
+            uint8* to = p.y + (size_t(p.m + start + token) * p.N + n) * kElement;
+            if (p.N % kPerChunk == 0) {  // then feature + kPerChunk <= N
                 *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
                 continue;
             }
-            for (int e = 0; e < min(kPerChunk, p.N - channel) * kElement; e += 2) {
+            for (int e = 0; e < min(kPerChunk, p.N - n) * kElement; e += 2) {
                 *reinterpret_cast<uint16*>(to + e) = *reinterpret_cast<const uint16*>(from + e);
             }
         }

@@ -5,11 +5,11 @@
 // grid: (k tiles of 1024, row blocks); block: 8 warps, a warp takes every eighth row; a lane 32 columns of it: one
 // word per plane in, two 16-byte chunks out. Byte B of the planes' words is an 8 x 8 block of bits, which exchanging
 // turns into the codes of columns 8 B .. 8 B + 7, one per word; bytes are then put in order. Lanes exchange a chunk with
-// their neighbours, so that each store of a warp fills whole sectors of memory. Layouts: bipolar.cuh.
+// their neighbours, so that each store of a warp fills whole sectors of memory. Layouts: planes.cuh.
 #include "planes.cuh"
 #include "../shared/mma.cuh"
 
-constexpr int kWarps = 8, kWarpRows = kBlockRows / kWarps;
+constexpr int kWarps = QK_EXPAND_WARPS, kWarpRows = kBlockRows / kWarps;
 constexpr int kWordsAhead = 16;  // per lane, on their way from memory
 
 // words[i] byte B -> out[B] byte i.

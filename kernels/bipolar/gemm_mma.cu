@@ -1,7 +1,7 @@
 // bipolarGemmMma: y[M, N] = x W^T + bias for bipolar-INT operands with warp-level products, on GPUs from sm_80 on.
 //
-// Formula and operand order: bipolar.cuh (Bipolar-INT sections 3.2, 4.1). A block makes 64 channels x 64 tokens; its
-// 8 warps 16 channels x 32 tokens each: warp w has channels 16 (w / 2) .., tokens 32 (w % 2) ... Planes with equal
+// Formula and operand order: planes.cuh (Bipolar-INT sections 3.2, 4.1). A block makes 64 features x 64 tokens; its
+// 8 warps 16 features x 32 tokens each: warp w has features 16 (w / 2) .., tokens 32 (w % 2) ... Planes with equal
 // i + j share accumulators (4.2). A stage is half a line (64 bytes) of every plane of both operands, kStages of them
 // in flight: half lines because sm_86 and sm_89 have 99 KiB of shared memory per block.
 //
@@ -12,7 +12,7 @@
 #include "planes.cuh"
 #include "../shared/mma.cuh"
 
-constexpr int kWarps = 8;
+constexpr int kWarps = QK_MMA_WARPS;
 constexpr int kHalfChunks = 4;
 constexpr int kHalfBytes = kHalfChunks * kChunkBytes;
 constexpr int kHalfPlane = kBlockRows * kHalfBytes;
@@ -47,8 +47,8 @@ __device__ __forceinline__ void multiply(int (&sum)[4], uint4 a, uint32 b0, uint
 
 // All products of one stage for one warp. A: rows g, g + 8 (matrices 0, 1), the next 16 bytes (2, 3).
 template <int kKind, int kPlanesW, int kPlanesX, int kLevels>
-__device__ __forceinline__ void multiplyStage(int (&sums)[kLevels][kTokenTiles][4], uint32 stage, int channel0,
-                                              int token0, int lane) {
+__device__ __forceinline__ void multiplyStage(int (&sums)[kLevels][kTokenTiles][4], uint32 stage, int n0,
+                                              int m0, int lane) {
     const uint32 xStage = stage + kPlanesW * kHalfPlane;
     const int matrix = lane / 8, inMatrix = lane % 8;
 #pragma unroll
@@ -56,14 +56,14 @@ __device__ __forceinline__ void multiplyStage(int (&sums)[kLevels][kTokenTiles][
         uint4 w[kPlanesW];
 #pragma unroll
         for (int i = 0; i < kPlanesW; i++) {
-            const int row = channel0 + inMatrix + 8 * (matrix % 2), chunk = step * kStepChunks + matrix / 2;
+            const int row = n0 + inMatrix + 8 * (matrix % 2), chunk = step * kStepChunks + matrix / 2;
             w[i] = loadMatrices(stage + i * kHalfPlane + halfOffset(row, chunk));
         }
 #pragma unroll
         for (int j = 0; j < kPlanesX; j++) {
 #pragma unroll
             for (int pair = 0; pair < kTokenTiles / 2; pair++) {
-                const int row = token0 + pair * 16 + inMatrix + 8 * (matrix / 2);
+                const int row = m0 + pair * 16 + inMatrix + 8 * (matrix / 2);
                 const uint4 x = loadMatrices(xStage + j * kHalfPlane +
                                              halfOffset(row, step * kStepChunks + matrix % 2));
 #pragma unroll
@@ -79,7 +79,7 @@ __device__ __forceinline__ void multiplyStage(int (&sums)[kLevels][kTokenTiles][
 // kKind 0: bits, 1: bytes (one plane of each operand).
 template <int kKind, int kPlanesW, int kPlanesX, int kStages>
 __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
-    bipolarGemmMma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,      // bipolar.cuh
+    bipolarGemmMma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,      // planes.cuh
                    const int* __restrict__ xSums, const int* __restrict__ wSums,            // [M], [N]
                    const float* __restrict__ xSteps, const uint16* __restrict__ wScales,    // [M] fp32, [N] fp16
                    const void* __restrict__ bias, void* __restrict__ y,                     // [N], [M, N] of dtype
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
     extern __shared__ uint8 dynamicShared[];
     const uint32 base = sharedAddress(dynamicShared);
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    const int channel0 = warp / 2 * 16, token0 = warp % 2 * kWarpTokens;
+    const int n0 = warp / 2 * 16, m0 = warp % 2 * kWarpTokens;
     constexpr int kTileDepth = kKind == 0 ? kBitsPerLine : kLineBytes;
     const int kTiles = (K + kTileDepth - 1) / kTileDepth, halves = 2 * kTiles;
 
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
         copyWait<kStages - 2>();
         __syncthreads();  // this stage is there for all warps, and all are done with the one copied to next
         copy(half + kStages - 1);
-        multiplyStage<kKind, kPlanesW, kPlanesX, kLevels>(sums, base + half % kStages * kStageBytes, channel0, token0,
+        multiplyStage<kKind, kPlanesW, kPlanesX, kLevels>(sums, base + half % kStages * kStageBytes, n0, m0,
                                                           lane);
     }
     copyWait<0>();
@@ -121,17 +121,17 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
     for (int tile = 0; tile < kTokenTiles; tile++) {
 #pragma unroll
         for (int e = 0; e < 4; e++) {
-            const int channel = channelOfRow(blockIdx.x * kBlockRows + channel0 + g + 8 * (e / 2));
-            const int token = blockIdx.y * kBlockRows + token0 + tile * 8 + 2 * t + e % 2;
-            if (channel >= N || token >= M) continue;
+            const int n = featureOfRow(blockIdx.x * kBlockRows + n0 + g + 8 * (e / 2));
+            const int m = blockIdx.y * kBlockRows + m0 + tile * 8 + 2 * t + e % 2;
+            if (n >= N || m >= M) continue;
             int dot = 0;
 #pragma unroll
             for (int level = 0; level < kLevels; level++) dot += sums[level][tile][e] << level;
-            const float value = recovered(dot, tokenTerm(xSums[token], widths),
-                                          channelTerm(wSums[channel], widths, K), xSteps[token],
-                                          halfToFloat(wScales[channel]),
-                                          bias == nullptr ? 0.f : loadElement(bias, channel, dtype));
-            storeElement(y, size_t(token) * N + channel, value, dtype);
+            const float value = recovered(dot, tokenTerm(xSums[m], widths),
+                                          featureTerm(wSums[n], widths, K), xSteps[m],
+                                          halfToFloat(wScales[n]),
+                                          bias == nullptr ? 0.f : loadElement(bias, n, dtype));
+            storeElement(y, size_t(m) * N + n, value, dtype);
         }
     }
 }

@@ -1,7 +1,7 @@
 // bipolarGemmWgmma: y[M, N] = x W^T + bias for bipolar-INT operands on Hopper's warpgroup products (sm_90a).
 //
-// Formula and operand order: bipolar.cuh (Bipolar-INT sections 3.2, 4.1). A tile of y is [kConsumers * 64 rows of
-// operand A] x [kColumns rows of operand B]; A is x and B is W, or the other way round (kSwap). Every plane of A
+// Formula and operand order: planes.cuh (Bipolar-INT sections 3.2, 4.1). A tile of y is [kConsumers * 64 rows of
+// operand A] x [kRowsB rows of operand B]; A is x and B is W, or the other way round (kSwap). Every plane of A
 // meets every plane of B in AND and popcount; pairs with equal i + j share one set of accumulators, so the paper's
 // recovery happens in registers (4.2). Where A has one plane, one product covers all planes of B.
 //
@@ -11,14 +11,14 @@
 //   grid: persistent; tiles of A run fastest within groups, so the blocks in flight share operands in L2
 //
 // A product of n columns takes n / 2 clocks and reads 2 KiB + 32 n bytes of shared memory: wide products read less.
-// Limits: K c_x c_w < 2^31, <= 2^22 for bits; kPlanesB * kColumns <= 256 where A has one plane.
+// Limits: K c_x c_w < 2^31, <= 2^22 for bits; kPlanesB * kRowsB <= 256 where A has one plane.
 #include "epilogue.cuh"
 
 constexpr int kGroupTiles = 16;      // tiles of A per group of the tile order
 constexpr int kSteps = kSwizzleBytes / kWgmmaDepthBytes;
-constexpr int kSharedAlignment = 1024;
+constexpr int kSharedAlignment = QK_SHARED_ALIGNMENT;
 constexpr int kLineThreads = kWarpgroup - kWarpSize;  // the producer's warps that copy no stages
-constexpr int kLineSets = 2;                          // lines of the tile in work and of the next
+constexpr int kLineSets = QK_LINE_SETS;               // lines of the tile in work and of the next
 constexpr int kLinesBarrier = 3;                      // of the first set; 1 and 2 are the consumers'
 
 struct Operand {
@@ -26,17 +26,17 @@ struct Operand {
     int rows;
 };
 
-template <ProductKind kKind, int kPlanesA, int kPlanesB, int kColumns, int kConsumers>
+template <ProductKind kKind, int kPlanesA, int kPlanesB, int kRowsB, int kConsumers>
 struct Tile {
-    static constexpr int kRows = kConsumers * kWgmmaRows;
+    static constexpr int kRowsA = kConsumers * kWgmmaRows;
     static constexpr int kLevels = kPlanesA + kPlanesB - 1;
-    static constexpr int kAccumulators = kColumns / 2;
+    static constexpr int kAccumulators = kRowsB / 2;
     static constexpr bool kFused = kPlanesA == 1;
-    static constexpr int kCopyRows = kColumns < kBlockRows ? kColumns : kBlockRows;
-    static constexpr uint32 kBytesA = kPlanesA * kRows * kSwizzleBytes;
-    static constexpr uint32 kBytesB = kPlanesB * kColumns * kSwizzleBytes;
+    static constexpr int kCopyRows = kRowsB < kBlockRows ? kRowsB : kBlockRows;
+    static constexpr uint32 kBytesA = kPlanesA * kRowsA * kSwizzleBytes;
+    static constexpr uint32 kBytesB = kPlanesB * kRowsB * kSwizzleBytes;
     static constexpr uint32 kStageBytes = kBytesA + kBytesB;
-    static constexpr int kCopiesB = kPlanesB * kColumns / kCopyRows;
+    static constexpr int kCopiesB = kPlanesB * kRowsB / kCopyRows;
 };
 
 template <bool kValue>
@@ -56,7 +56,7 @@ __device__ __forceinline__ void tileAt(int index, int tilesA, int tilesB, int& t
 // What one tile copies per stage, k tile after k tile: whole blocks of A, runs of rows of B plane by plane.
 template <typename T, int kPlanesA, int kPlanesB>
 struct TileCopies {
-    static constexpr int kBlocksA = T::kRows / kBlockRows, kCopiesB = T::kCopiesB;
+    static constexpr int kBlocksA = T::kRowsA / kBlockRows, kCopiesB = T::kCopiesB;
     static constexpr uint32 kStepB = kPlanesB * kPlaneBytes, kCopyBytesB = T::kCopyRows * kSwizzleBytes;
     const BlockCopies<kBlocksA, kPlanesA * kPlaneBytes> ofA;
     const uint8* sourceB[kCopiesB];
@@ -85,7 +85,7 @@ struct TileCopies {
 
 // All products of one stage: A's 64 rows of this warpgroup at addressA, B at addressB. kFirst: the sums start from zero
 // by a constant, so that their registers are free between tiles.
-template <typename T, ProductKind kKind, int kPlanesA, int kPlanesB, int kColumns, bool kFirst>
+template <typename T, ProductKind kKind, int kPlanesA, int kPlanesB, int kRowsB, bool kFirst>
 __device__ __forceinline__ void multiplyStage(int* sums, uint32 addressA, uint32 addressB) {
     productFence();
 #pragma unroll
@@ -95,15 +95,15 @@ __device__ __forceinline__ void multiplyStage(int* sums, uint32 addressA, uint32
             const uint64 descA = operandDescriptor(addressA + j * kPlaneBytes + s * kWgmmaDepthBytes);
             if constexpr (T::kFused) {
                 const uint64 descB = operandDescriptor(addressB + s * kWgmmaDepthBytes);
-                WarpgroupProduct<kKind, kPlanesB * kColumns>::add(sums, descA, descB, !(kFirst && s == 0));
+                WarpgroupProduct<kKind, kPlanesB * kRowsB>::add(sums, descA, descB, !(kFirst && s == 0));
             } else {
 #pragma unroll
                 for (int i = 0; i < kPlanesB; i++) {
                     const uint64 descB =
-                        operandDescriptor(addressB + i * kColumns * kSwizzleBytes + s * kWgmmaDepthBytes);
+                        operandDescriptor(addressB + i * kRowsB * kSwizzleBytes + s * kWgmmaDepthBytes);
                     // Level i + j is first met with j = 0, or with the last plane of B.
                     const bool fresh = kFirst && s == 0 && (j == 0 || i == kPlanesB - 1);
-                    WarpgroupProduct<kKind, kColumns>::add(sums + (i + j) * T::kAccumulators, descA, descB, !fresh);
+                    WarpgroupProduct<kKind, kRowsB>::add(sums + (i + j) * T::kAccumulators, descA, descB, !fresh);
                 }
             }
         }
@@ -129,38 +129,38 @@ __device__ __forceinline__ Line tokenLine(const Problem& p, int row) {
 }
 
 template <int kDtype>
-__device__ __forceinline__ Line channelLine(const Problem& p, int row) {
-    row = min(channelOfRow(row), p.N - 1);
-    return Line{channelTerm(p.wSums[row], p.widths, p.K), halfToFloat(p.wScales[row]),
+__device__ __forceinline__ Line featureLine(const Problem& p, int row) {
+    row = min(featureOfRow(row), p.N - 1);
+    return Line{featureTerm(p.wSums[row], p.widths, p.K), halfToFloat(p.wScales[row]),
                 p.bias == nullptr ? 0.f : loadElement(p.bias, row, kDtype)};
 }
 
-// The lines of one tile, by kLineThreads threads: one warp for the tokens, the others for the channels.
-template <bool kSmall, int kTokens, int kChannels, int kDtype>
-__device__ __forceinline__ void loadLines(const Problem& p, Line* tokens, Line* channels, int token, int channel,
+// The lines of one tile, by kLineThreads threads: one warp for the tokens, the others for the features.
+template <bool kSmall, int kTokens, int kFeatures, int kDtype>
+__device__ __forceinline__ void loadLines(const Problem& p, Line* tokens, Line* features, int m, int n,
                                           int thread) {
-    constexpr int kTokenThreads = kWarpSize, kChannelThreads = kLineThreads - kTokenThreads;
+    constexpr int kTokenThreads = kWarpSize, kFeatureThreads = kLineThreads - kTokenThreads;
     static_assert(kTokens % kTokenThreads == 0, "every lane loads as many tokens");
     if (thread < kTokenThreads) {
 #pragma unroll 4  // as many as the producer's registers hold
         for (int c = 0; c < kTokens / kTokenThreads; c++) {
             const int i = c * kTokenThreads + thread;
-            tokens[i] = tokenLine<kSmall>(p, token + i);
+            tokens[i] = tokenLine<kSmall>(p, m + i);
         }
     } else {
 #pragma unroll 4  // as many as the producer's registers hold
-        for (int c = 0; c < (kChannels + kChannelThreads - 1) / kChannelThreads; c++) {
-            const int i = c * kChannelThreads + thread - kTokenThreads;
-            if (kChannels % kChannelThreads == 0 || i < kChannels) channels[i] = channelLine<kDtype>(p, channel + i);
+        for (int c = 0; c < (kFeatures + kFeatureThreads - 1) / kFeatureThreads; c++) {
+            const int i = c * kFeatureThreads + thread - kTokenThreads;
+            if (kFeatures % kFeatureThreads == 0 || i < kFeatures) features[i] = featureLine<kDtype>(p, n + i);
         }
     }
 }
 
-// kKindValue: ProductKind, bytes have one plane. kSwap: A is W. kColumns: rows of B in a tile.
-template <int kKindValue, int kPlanesW, int kPlanesX, bool kSwap, int kColumns, int kConsumers, int kStages,
+// kKindValue: ProductKind, bytes have one plane. kSwap: A is W. kRowsB: rows of B in a tile.
+template <int kKindValue, int kPlanesW, int kPlanesX, bool kSwap, int kRowsB, int kConsumers, int kStages,
           int kDtype>
 __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
-    bipolarGemmWgmma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,  // bipolar.cuh
+    bipolarGemmWgmma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,  // planes.cuh
                      const int* __restrict__ xSums, const int* __restrict__ wSums,        // [M], [N] sums of codes
                      const float* __restrict__ xSteps, const uint16* __restrict__ wScales,  // [M] fp32, [N] fp16
                      const void* __restrict__ bias,                                       // [N] of kDtype, or null
@@ -170,14 +170,14 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     constexpr ProductKind kKind = static_cast<ProductKind>(kKindValue);
     constexpr int kPlanesA = kSwap ? kPlanesW : kPlanesX, kPlanesB = kSwap ? kPlanesX : kPlanesW;
     constexpr bool kSmall = kKind == kBinary;
-    using T = Tile<kKind, kPlanesA, kPlanesB, kColumns, kConsumers>;
+    using T = Tile<kKind, kPlanesA, kPlanesB, kRowsB, kConsumers>;
     // Two consumers start with 65536 / 384 registers a thread; the producer hands most of its own over.
     constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
     static_assert(kConsumers == 1 || kConsumers == 2, "one or two consumer warpgroups");
 
     extern __shared__ uint8 dynamicShared[];
     __shared__ uint64 full[kStages], empty[kStages], linesFull[kLineSets];
-    __shared__ Line lines[kLineSets][T::kRows + kColumns];  // of A, of B
+    __shared__ Line lines[kLineSets][T::kRowsA + kRowsB];  // of A, of B
     __shared__ int2 corners[kLineSets];                     // first rows of A and B of the tile
     const uint32 base = (sharedAddress(dynamicShared) + kSharedAlignment - 1) & ~uint32(kSharedAlignment - 1);
 
@@ -208,8 +208,8 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             parity ^= 1;
         }
     };
-    int turn = 0;  // tiles that this block has begun
-    const auto lineSet = [&] { return turn % kLineSets; };
+    int begun = 0;  // tiles that this block has begun
+    const auto lineSet = [&] { return begun % kLineSets; };
     constexpr int kLineUsers = kLineThreads + kConsumers * kWarpgroup;
     if (warpgroup == 0) {
         if constexpr (kConsumers == 2) giveRegisters<kProducerRegisters>();
@@ -225,16 +225,16 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
                 }
             }
         } else {
-            for (int index = blockIdx.x; index < tiles; index += blockCount(), turn++) {
+            for (int index = blockIdx.x; index < tiles; index += blockCount(), begun++) {
                 int tileA, tileB;
                 tileAt(index, tilesA, tilesB, tileA, tileB);
                 // Asleep: there is nothing to poll for as long as a tile lasts.
-                if (turn >= kLineSets) namedSync(kLinesBarrier + lineSet(), kLineUsers);
+                if (begun >= kLineSets) namedSync(kLinesBarrier + lineSet(), kLineUsers);
                 Line* const ofA = lines[lineSet()];
-                Line* const ofB = ofA + T::kRows;
-                const int firstA = tileA * T::kRows, firstB = tileB * kColumns;
+                Line* const ofB = ofA + T::kRowsA;
+                const int firstA = tileA * T::kRowsA, firstB = tileB * kRowsB;
                 if (thread == kWarpSize) corners[lineSet()] = make_int2(firstA, firstB);
-                loadLines<kSmall, kSwap ? kColumns : T::kRows, kSwap ? T::kRows : kColumns, kDtype>(
+                loadLines<kSmall, kSwap ? kRowsB : T::kRowsA, kSwap ? T::kRowsA : kRowsB, kDtype>(
                     problem, kSwap ? ofB : ofA, kSwap ? ofA : ofB, kSwap ? firstB : firstA, kSwap ? firstA : firstB,
                     thread - kWarpSize);
                 barrierArrive(&linesFull[lineSet()]);
@@ -246,12 +246,12 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
         const auto releaseBefore = [&] {  // the stage before this one
             if (thread == 0) barrierArrive(&empty[stage == 0 ? kStages - 1 : stage - 1]);
         };
-        for (int index = blockIdx.x; index < tiles; index += blockCount(), turn++) {
+        for (int index = blockIdx.x; index < tiles; index += blockCount(), begun++) {
             int sums[T::kLevels * T::kAccumulators];
             const auto multiply = [&](auto first) {
                 barrierWait(&full[stage], parity);
                 const uint32 address = base + stage * T::kStageBytes;
-                multiplyStage<T, kKind, kPlanesA, kPlanesB, kColumns, decltype(first)::value>(
+                multiplyStage<T, kKind, kPlanesA, kPlanesB, kRowsB, decltype(first)::value>(
                     sums, address + consumer * kPlanesA * kPlaneBytes, address + T::kBytesA);
             };
             multiply(Constant<true>{});
@@ -265,18 +265,18 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             releaseBefore();
             mergeLevels<T::kLevels, T::kAccumulators>(sums);
             const Line* const linesA = lines[lineSet()] + consumer * kWgmmaRows;
-            const Line* const linesB = lines[lineSet()] + T::kRows;
-            barrierWait(&linesFull[lineSet()], turn / kLineSets % 2);
+            const Line* const linesB = lines[lineSet()] + T::kRowsA;
+            barrierWait(&linesFull[lineSet()], begun / kLineSets % 2);
             const int firstA = corners[lineSet()].x + consumer * kWgmmaRows, firstB = corners[lineSet()].y;
             const Place place{y, kSwap ? firstB : firstA, kSwap ? firstA : firstB, M, N};
             if constexpr (kSwap) {
                 uint8* slab = slabs + consumer * kSlabBytes;
-                writeSlabs<kSmall, kColumns, kDtype>(sums, linesA, linesB, place, slab, thread, barrier);
+                writeSlabs<kSmall, kRowsB, kDtype>(sums, linesA, linesB, place, slab, thread, barrier);
             } else {
-                if (kDtype != kFloat32 && N % kRunChannels == 0) {
-                    writeRuns<kDtype != kFloat32, kSmall, kColumns, kDtype>(sums, linesA, linesB, place, thread);
+                if (kDtype != kFloat32 && N % kRunFeatures == 0) {
+                    writeRuns<kDtype != kFloat32, kSmall, kRowsB, kDtype>(sums, linesA, linesB, place, thread);
                 } else {
-                    writeRuns<false, kSmall, kColumns, kDtype>(sums, linesA, linesB, place, thread);
+                    writeRuns<false, kSmall, kRowsB, kDtype>(sums, linesA, linesB, place, thread);
                 }
             }
             if (index + kLineSets * blockCount() < tiles) namedArrive(kLinesBarrier + lineSet(), kLineUsers);

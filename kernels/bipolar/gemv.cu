@@ -1,35 +1,35 @@
 // bipolarGemv: y[M, N] = x W^T + bias for few tokens, on the binary tensor cores of any GPU from sm_80 on.
 //
-// Weight bits are read once and multiplied as they lie: mma m16n8k256 takes 16 channels x 256 columns of one weight
+// Weight bits are read once and multiplied as they lie: mma m16n8k256 takes 16 features x 256 columns of one weight
 // plane as A, and one (token, plane) pair per column of B. The k-th bits of A and B only have to be the same columns
 // of the matrices, so a lane hands over the 16-byte chunks it loads, in whatever order.
 //
 //   grid: (ceil(N / 32) * 2, token groups); block: kWarps warps, warp w takes halves of k tiles w, w + kWarps, ...
 //   column of B: token * actBits + plane; kGroups * 8 columns per block
 //
-// Integer sums in a fixed order: results repeat bit for bit. Layouts and formula: bipolar.cuh.
+// Integer sums in a fixed order: results repeat bit for bit. Layouts and formula: planes.cuh.
 #include "planes.cuh"
 #include "../shared/mma.cuh"
 
-constexpr int kWarps = 8;
-constexpr int kChannels = 16;      // rows of A
-constexpr int kPairColumns = 8;    // columns of B
-constexpr int kHalfChunks = 4;     // chunks per half line: one per t
+constexpr int kWarps = QK_GEMV_WARPS;
+constexpr int kRows = QK_GEMV_ROWS;          // of A
+constexpr int kPairColumns = QK_GEMV_PAIRS;  // of B
+constexpr int kHalfChunks = 4;               // chunks per half line: one per t
 
 template <int kWeightBits, int kGroups>
 __global__ void __launch_bounds__(kWarps * kWarpSize, kGroups < 4 ? 2 : 1)
-    bipolarGemv(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,      // bipolar.cuh, bits
+    bipolarGemv(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,      // planes.cuh, bits
                 const int* __restrict__ xSums, const int* __restrict__ wSums,            // [M], [N]
                 const float* __restrict__ xSteps, const uint16* __restrict__ wScales,    // [M] fp32, [N] fp16
                 const void* __restrict__ bias, void* __restrict__ y,                     // [N], [M, N] of dtype
                 int M, int N, int K, int actBits, int dtype) {
     constexpr int kColumns = kGroups * kPairColumns;
     static_assert(kGroups <= 4, "more would not fit the registers");
-    __shared__ int sums[kWarps][kChannels][kColumns];
+    __shared__ int sums[kWarps][kRows][kColumns];
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, g = lane / 4, t = lane % 4;
     const int kTiles = (K + kBitsPerLine - 1) / kBitsPerLine;
     const int tokens = kColumns / actBits;  // whole tokens per block, at least 1
-    const int row = blockIdx.x * kChannels + g, firstToken = blockIdx.y * tokens;
+    const int row = blockIdx.x * kRows + g, firstToken = blockIdx.y * tokens;
     const Widths widths{(1 << actBits) - 1, (1 << kWeightBits) - 1};
 
     const uint8* xLine[kGroups];  // this lane's line of each group in k tile 0, or null where there is no token
@@ -75,22 +75,22 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, kGroups < 4 ? 2 : 1)
         for (int e = 0; e < 4; e++) sums[warp][g + 8 * (e / 2)][n * kPairColumns + 2 * t + e % 2] = total[n][e];
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < kChannels * kColumns; i += kWarps * kWarpSize) {
+    for (int i = threadIdx.x; i < kRows * kColumns; i += kWarps * kWarpSize) {
         int sum = 0;
 #pragma unroll
         for (int w = 0; w < kWarps; w++) sum += (&sums[w][0][0])[i];
         (&sums[0][0][0])[i] = sum;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < kChannels * tokens; i += kWarps * kWarpSize) {
-        const int channel = channelOfRow(blockIdx.x * kChannels + i % kChannels), token = firstToken + i / kChannels;
-        if (channel >= N || token >= M) continue;
+    for (int i = threadIdx.x; i < kRows * tokens; i += kWarps * kWarpSize) {
+        const int n = featureOfRow(blockIdx.x * kRows + i % kRows), m = firstToken + i / kRows;
+        if (n >= N || m >= M) continue;
         int dot = 0;
-        for (int j = 0; j < actBits; j++) dot += sums[0][i % kChannels][i / kChannels * actBits + j] << j;
-        const float value = recovered(dot, tokenTerm(xSums[token], widths),
-                                      channelTerm(wSums[channel], widths, K), xSteps[token],
-                                      halfToFloat(wScales[channel]),
-                                      bias == nullptr ? 0.f : loadElement(bias, channel, dtype));
-        storeElement(y, size_t(token) * N + channel, value, dtype);
+        for (int j = 0; j < actBits; j++) dot += sums[0][i % kRows][i / kRows * actBits + j] << j;
+        const float value = recovered(dot, tokenTerm(xSums[m], widths),
+                                      featureTerm(wSums[n], widths, K), xSteps[m],
+                                      halfToFloat(wScales[n]),
+                                      bias == nullptr ? 0.f : loadElement(bias, n, dtype));
+        storeElement(y, size_t(m) * N + n, value, dtype);
     }
 }

@@ -5,7 +5,7 @@
 //     bytes: a k tile is 128 columns, byte b of a line is the code of column b; one "plane"
 //     The 16-byte chunk c of the line of row r stands at c ^ (r % 8): the 128-byte swizzle of shared memory, so a
 //     tile is copied as it is and read without bank conflicts. Columns behind K and rows behind the last are 0.
-//     Tile rows of x are tokens in order; those of W are channels in the order of channelOfRow.
+//     Tile rows of x are tokens in order; those of W are features in the order of featureOfRow.
 //
 // With c_x = 2^q - 1, c_w = 2^p - 1 and unsigned codes U (formats/bipolar.py):
 //     v = X . W = 4 U_x . U_w - 2 c_w rowsum(U_x) - 2 c_x rowsum(U_w) + K c_x c_w,     y = v * x_step * w_scale + bias
@@ -13,9 +13,10 @@
 #pragma once
 #include "../shared/common.cuh"
 
-constexpr int kBlockRows = 64;
-constexpr int kLineBytes = 128;
-constexpr int kChunkBytes = 16;
+constexpr int kBlockRows = QK_BLOCK_ROWS;
+constexpr int kLineBytes = QK_LINE_BYTES;
+constexpr int kChunkBytes = QK_CHUNK_BYTES;
+constexpr int kOrderRows = QK_ORDER_ROWS;  // rows of W among which features have an order of their own
 constexpr int kChunksPerLine = kLineBytes / kChunkBytes;
 constexpr int kBitsPerLine = kLineBytes * kBitsPerByte;
 constexpr int kPlaneBytes = kBlockRows * kLineBytes;  // one plane of one block of one k tile
@@ -48,10 +49,10 @@ __device__ __forceinline__ void exchangeBits(uint32 (&words)[kWords]) {
     }
 }
 
-// The channel in row r of a weight tile: among 32 rows, bits c c t t e of the row number are bits t t c c e of the
-// channel's. A thread's results for four neighbouring groups of 8 rows are then 8 neighbouring channels.
-__device__ __forceinline__ int channelOfRow(int row) {
-    return (row & ~31) | (row / 2 % 4) << 3 | (row / 8 % 4) << 1 | row % 2;
+// The feature in row r of a weight tile: among 32 rows, bits c c t t e of the row number are bits t t c c e of the
+// feature's. A thread's results for four neighbouring groups of 8 rows are then 8 neighbouring features.
+__device__ __forceinline__ int featureOfRow(int row) {
+    return (row & ~(kOrderRows - 1)) | (row / 2 % 4) << 3 | (row / 8 % 4) << 1 | row % 2;
 }
 
 // Largest values of the two widths: c_x and c_w.
@@ -59,10 +60,10 @@ struct Widths {
     int actLimit, weightLimit;
 };
 
-// What a row of either operand adds to the product: v = 4 dot + tokenTerm + channelTerm.
+// What a row of either operand adds to the product: v = 4 dot + tokenTerm + featureTerm.
 __device__ __forceinline__ int tokenTerm(int rowSum, Widths w) { return -2 * w.weightLimit * rowSum; }
-__device__ __forceinline__ int channelTerm(int rowSum, Widths w, int columns) {
-    return w.actLimit * (columns * w.weightLimit - 2 * rowSum);
+__device__ __forceinline__ int featureTerm(int rowSum, Widths w, int K) {
+    return w.actLimit * (K * w.weightLimit - 2 * rowSum);
 }
 
 // One rounding per operation and no contraction: the reference twin computes the same bits.
@@ -70,6 +71,6 @@ __device__ __forceinline__ float scaled(float v, float step, float scale, float 
     return __fadd_rn(__fmul_rn(v, __fmul_rn(step, scale)), bias);
 }
 
-__device__ __forceinline__ float recovered(int dot, int token, int channel, float step, float scale, float bias) {
-    return scaled(__int2float_rn(4 * dot + token + channel), step, scale, bias);
+__device__ __forceinline__ float recovered(int dot, int ofToken, int ofFeature, float step, float scale, float bias) {
+    return scaled(__int2float_rn(4 * dot + ofToken + ofFeature), step, scale, bias);
 }

@@ -3,7 +3,7 @@
 //   step[m] = clip_m / (2^q - 1),  clip_m = act_clip * max_k |x[m, k]| (perToken) or act_clip
 //   code[m, k] = clamp(round((x / step + 2^q - 1) / 2), 0, 2^q - 1), ties up in even and down in odd columns
 //   (formats/bipolar.py: nearest_codes)
-//   tiles: bipolar.cuh, planes of bits or one plane of bytes; sums[m] = sum_k code[m, k]
+//   tiles: planes.cuh, planes of bits or one plane of bytes; sums[m] = sum_k code[m, k]
 //
 // grid: one block per token; block: one warp per stretch of 1024 columns, up to kMaxWarps. A lane holds four runs of 8
 // neighbouring columns, the runs of a warp side by side, so that a load of a warp is 512 bytes in a row:
@@ -17,7 +17,7 @@
 #include "planes.cuh"
 #include "../shared/mma.cuh"
 
-constexpr int kMaxWarps = 16;
+constexpr int kMaxWarps = QK_QUANTIZE_WARPS;
 constexpr int kRun = 8;                              // neighbouring columns of a lane
 constexpr int kRuns = 4;                             // runs of a lane
 constexpr int kRunDistance = kWarpSize * kRun;       // columns from a lane's run to its next

@@ -5,9 +5,9 @@
 
 namespace {
 
-constexpr int kAttentionWarps = 16;
+constexpr int kAttentionWarps = QK_ATTENTION_THREADS / kWarpSize;
 constexpr int kTogether = 2;  // rows of a batch from one look at the end to the next, so that their latencies overlap
-constexpr int kSliceStep = 64;  // entries of a slice are a multiple
+constexpr int kSplitStep = QK_SPLIT_STEP;  // entries of a split are a multiple
 constexpr uint32 kMinusInfinityBits = 0xff800000;
 
 __device__ __forceinline__ float laneMax(float value) {
@@ -19,11 +19,11 @@ __device__ __forceinline__ float laneMax(float value) {
 }  // namespace
 
 // y[h] = softmax(scale * round(queryScale * q[h]) . keys + mask) . values over one token's cache, for every head of one
-// token, whose own key and value go into the cache on the way. With `cosine`, the query behind its rounding and the own
-// key are turned first. Grid: a block per head and slice of the filled cache; of several slices each leaves its part to
-// decodeMerge. kHeadDim / 8 lanes work on one key. Nothing is in the cache behind `position`. Only q, key and value may
-// still be written when the kernel starts: the rest is read meanwhile, and from memory, since a token's weights push it
-// out of L2. Shared memory: a float for every entry of a slice.
+// token, whose own key and value go into the cache on the way. With `cosine`, the rotary embedding is applied to the
+// rounded query and to the own key. Grid: a block per head and split of the filled cache (split-KV); several splits leave
+// their parts to decodeCombine. kHeadDim / 8 lanes work on one key. Entries of the cache behind `position` do not count.
+// Only q, key and value may still be written when the kernel starts: the rest is read before that, and from memory, since
+// a token's weights push it out of L2. Shared memory: a float for every entry of a split.
 template <int kHeadDim, int kDtype>
 __global__ void __launch_bounds__(kAttentionWarps * kWarpSize)
 decodeAttention(const uint16* q,                    // [heads, kHeadDim]; written until the wait, so not __restrict__
@@ -35,9 +35,9 @@ decodeAttention(const uint16* q,                    // [heads, kHeadDim]; writte
                 const long long* __restrict__ position,
                 const uint16* __restrict__ cosine,  // [kHeadDim], or null with sine
                 const uint16* __restrict__ sine,
-                uint16* __restrict__ y,             // [heads, kHeadDim], of a single slice
-                float* __restrict__ sums,           // [heads, slices, kHeadDim] weighted values, of several
-                float* __restrict__ weights,        // [heads, slices, 2]: largest score, sum of the weights
+                uint16* __restrict__ y,             // [heads, kHeadDim], of a single split
+                float* __restrict__ sums,           // [heads, splits, kHeadDim] weighted values, of several
+                float* __restrict__ weights,        // [heads, splits, 2]: largest score, sum of the weights
                 int headsPerKv, int capacity, float queryScale, float scale) {
     constexpr int kLanes = kHeadDim / kVectorValues, kKeys = kWarpSize / kLanes, kStride = kKeys * kAttentionWarps;
     constexpr int kBatch = kHeadDim < 128 ? 4 : 8, kPass = kStride * kBatch;  // rows of a lane; more would spill
@@ -47,8 +47,8 @@ decodeAttention(const uint16* q,                    // [heads, kHeadDim]; writte
     allowNextKernel();
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const int part = lane % kLanes, first = warp * kKeys + lane / kLanes;
-    const int kvHead = blockIdx.x / headsPerKv, here = int(*position), slices = gridDim.y;
-    const int length = ((here + slices) / slices + kSliceStep - 1) / kSliceStep * kSliceStep;
+    const int kvHead = blockIdx.x / headsPerKv, here = int(*position), splits = gridDim.y;
+    const int length = ((here + splits) / splits + kSplitStep - 1) / kSplitStep * kSplitStep;
     const int from = blockIdx.y * length, end = min(here + 1, from + length);
     uint4* keyRows = reinterpret_cast<uint4*>(keys) + size_t(kvHead) * capacity * kLanes;
     uint4* valueRows = reinterpret_cast<uint4*>(values) + size_t(kvHead) * capacity * kLanes;
@@ -77,8 +77,8 @@ decodeAttention(const uint16* q,                    // [heads, kHeadDim]; writte
     const uint4 zeros = make_uint4(0, 0, 0, 0);
     const uint4 rawCosines = cosine ? reinterpret_cast<const uint4*>(cosine)[part] : zeros;
     const uint4 rawSines = cosine ? reinterpret_cast<const uint4*>(sine)[part] : zeros;
-    // A row's values of this lane times `factor`, turned: each with its partner half a row away.
-    auto loadTurned = [&](const uint4* row, float factor, float (&own)[kVectorValues]) {
+    // A row's values of this lane times `factor`, with the rotary embedding: each value has its partner half a row away.
+    auto loadRotary = [&](const uint4* row, float factor, float (&own)[kVectorValues]) {
         constexpr int kHalf = kLanes / 2;
         const uint4 rawOwn = row[part], rawPartners = cosine ? row[part ^ kHalf] : zeros;
         unpack<kDtype>(rawOwn, own);
@@ -100,8 +100,8 @@ decodeAttention(const uint16* q,                    // [heads, kHeadDim]; writte
     waitForPriorKernels();
     const uint4 ownValue = reinterpret_cast<const uint4*>(value)[kvHead * kLanes + part];
     float query[kVectorValues], found[kVectorValues];
-    loadTurned(reinterpret_cast<const uint4*>(q) + size_t(blockIdx.x) * kLanes, queryScale, query);
-    loadTurned(reinterpret_cast<const uint4*>(key) + size_t(kvHead) * kLanes, 1.0f, found);
+    loadRotary(reinterpret_cast<const uint4*>(q) + size_t(blockIdx.x) * kLanes, queryScale, query);
+    loadRotary(reinterpret_cast<const uint4*>(key) + size_t(kvHead) * kLanes, 1.0f, found);
     const uint4 ownKey = pack<kDtype>(found);
     if (blockIdx.y == 0 && blockIdx.x % headsPerKv == 0 && threadIdx.x < kLanes) {
         keyRows[size_t(here) * kLanes + threadIdx.x] = ownKey;
@@ -157,39 +157,39 @@ decodeAttention(const uint16* q,                    // [heads, kHeadDim]; writte
         if (lane < kLanes) parts[warp][part * kVectorValues + k] = partial[k];
     }
     __syncthreads();
-    const size_t slot = size_t(blockIdx.x) * slices + blockIdx.y;
+    const size_t slot = size_t(blockIdx.x) * splits + blockIdx.y;
     for (int column = threadIdx.x; column < kHeadDim; column += kAttentionWarps * kWarpSize) {
         float sum = 0.0f;
 #pragma unroll
         for (int w = 0; w < kAttentionWarps; ++w) sum += parts[w][column];
-        if (slices == 1) {
+        if (splits == 1) {
             y[size_t(blockIdx.x) * kHeadDim + column] = floatToShort(sum / total, kDtype);
         } else {
             sums[slot * kHeadDim + column] = sum;
         }
     }
-    if (slices > 1 && threadIdx.x == 0) {
+    if (splits > 1 && threadIdx.x == 0) {
         weights[2 * slot] = largest;
         weights[2 * slot + 1] = total;
     }
 }
 
-// y from the parts of decodeAttention's slices, added in their order. Grid: one block per head.
+// y from the parts of decodeAttention's splits, added in their order. Grid: one block per head.
 template <int kHeadDim, int kDtype>
 __global__ void __launch_bounds__(kHeadDim)
-decodeMerge(const float* sums,         // [heads, slices, kHeadDim]; written until the wait, so not __restrict__
-            const float* weights,      // [heads, slices, 2]
+decodeCombine(const float* sums,         // [heads, splits, kHeadDim]; written until the wait, so not __restrict__
+            const float* weights,      // [heads, splits, 2]
             uint16* __restrict__ y,    // [heads, kHeadDim]
-            int slices) {
+            int splits) {
     allowNextKernel();
     waitForPriorKernels();
     const size_t head = blockIdx.x;
-    sums += head * slices * kHeadDim;
-    weights += head * slices * 2;
+    sums += head * splits * kHeadDim;
+    weights += head * splits * 2;
     float largest = weights[0], total = 0.0f, sum = 0.0f;
-    for (int i = 1; i < slices; ++i) largest = fmaxf(largest, weights[2 * i]);
+    for (int i = 1; i < splits; ++i) largest = fmaxf(largest, weights[2 * i]);
 #pragma unroll 4
-    for (int i = 0; i < slices; ++i) {
+    for (int i = 0; i < splits; ++i) {
         const float share = __expf(weights[2 * i] - largest);
         total += share * weights[2 * i + 1];
         sum += share * sums[i * kHeadDim + threadIdx.x];

@@ -4,7 +4,7 @@
 #include "../shared/common.cuh"
 #include "../shared/mma.cuh"
 
-constexpr int kVectorValues = 8;  // 16-bit elements per 16-byte access
+constexpr int kVectorValues = QK_VECTOR_VALUES;  // 16-bit elements per 16-byte access
 
 template <int kDtype>
 __device__ __forceinline__ void unpack(const uint4& raw, float (&values)[kVectorValues]) {

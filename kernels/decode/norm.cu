@@ -1,30 +1,30 @@
-// The small kernels between the products of one decoding step but for attention: norms and gated activations. All read
-// and write fp16 or bf16 and compute in fp32; sums have a fixed order.
+// Norms and gated activations of one decoding step. They read and write fp16 or bf16 and compute in fp32; sums have a
+// fixed order.
 #include "decode.cuh"
 #include "../shared/epilogue.cuh"
 
 namespace {
 
-constexpr int kNormThreads = 512;
-constexpr int kGatedThreads = 128;
+constexpr int kNormThreads = QK_NORM_THREADS;
+constexpr int kGatedThreads = QK_GATED_THREADS;
 
 }  // namespace
 
 // y = (x - mean) / sqrt(var + eps) * weight + bias, or without a mean (kCentered = false) y = round(x / rms) * weight.
 // With `addend`, x is first replaced by sum = round(x + addend), which is written too.
-// Grid: one block per row. columns a multiple of 8, at most kNormThreads * kVectors * 8.
+// Grid: one block per token. K: a multiple of 8, at most kNormThreads * kVectors * 8.
 template <bool kCentered, int kDtype, int kVectors>
 __global__ void __launch_bounds__(kNormThreads)
-decodeNorm(const uint16* x,                    // [rows, columns]; written until the wait, so not __restrict__
-           const uint16* addend,               // [rows, columns], or null with sum
-           const uint16* __restrict__ weight,  // [columns]
-           const uint16* __restrict__ bias,    // [columns], or null
-           uint16* __restrict__ sum,           // [rows, columns]
-           uint16* __restrict__ y,             // [rows, columns]
-           int columns, float epsilon) {
+decodeNorm(const uint16* x,                    // [M, K]; written until the wait, so not __restrict__
+           const uint16* addend,               // [M, K], or null with sum
+           const uint16* __restrict__ weight,  // [K]
+           const uint16* __restrict__ bias,    // [K], or null
+           uint16* __restrict__ sum,           // [M, K]
+           uint16* __restrict__ y,             // [M, K]
+           int K, float epsilon) {
     __shared__ float room[kNormThreads / kWarpSize];
     allowNextKernel();
-    const int vectors = columns / kVectorValues;
+    const int vectors = K / kVectorValues;
     uint4 scaleVectors[kVectors], shiftVectors[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {  // no kernel writes these
@@ -34,7 +34,7 @@ decodeNorm(const uint16* x,                    // [rows, columns]; written until
         shiftVectors[i] = inside && bias ? reinterpret_cast<const uint4*>(bias)[vector] : make_uint4(0, 0, 0, 0);
     }
     waitForPriorKernels();
-    const size_t row = size_t(blockIdx.x) * columns;
+    const size_t row = size_t(blockIdx.x) * K;
     uint4 raw[kVectors], addendRaw[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -60,7 +60,7 @@ decodeNorm(const uint16* x,                    // [rows, columns]; written until
 #pragma unroll
         for (int k = 0; k < kVectorValues; ++k) total += values[i][k];
     }
-    const float mean = kCentered ? blockSum(total, room) / columns : 0.0f;
+    const float mean = kCentered ? blockSum(total, room) / K : 0.0f;
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -69,7 +69,7 @@ decodeNorm(const uint16* x,                    // [rows, columns]; written until
             for (int k = 0; k < kVectorValues; ++k) squares += (values[i][k] - mean) * (values[i][k] - mean);
         }
     }
-    const float inverse = rsqrtf(blockSum(squares, room) / columns + epsilon);
+    const float inverse = rsqrtf(blockSum(squares, room) / K + epsilon);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
         const int vector = threadIdx.x + i * kNormThreads;

@@ -1,4 +1,4 @@
-// From a rounded activation to the code of one slice, for flatten_quantize.cu and int8_requantize.cuh:
+// From a rounded activation to the code of one slice, for quantize.cu and int8_requantize.cuh:
 //
 //     code = sign(q) * clamp(|q| - top * segment, 0, top),      q = rint(x * multiplier)      (formats/flatten.py)
 #pragma once

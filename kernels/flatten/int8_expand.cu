@@ -3,11 +3,11 @@
 //
 //   nibble tiles [blocks, k tiles of 256, 1, 64, 128] -> byte tiles [blocks, k tiles of 128, 1, 64, 128]
 //
-// grid: (k tiles of 256, row blocks). A thread takes 16-byte chunks: 32 codes in, two chunks out. Layouts: bipolar.cuh
-// and flatten_quantize.cu.
+// grid: (k tiles of 256, row blocks). A thread takes 16-byte chunks: 32 codes in, two chunks out. Layouts: planes.cuh
+// and quantize.cu.
 #include "../bipolar/planes.cuh"
 
-constexpr int kThreads = 256;
+constexpr int kThreads = QK_EXPAND_THREADS;
 
 // The low nibble of every byte, sign-extended: bit 3 times 30 sets bits 4 to 7, and no byte carries.
 __device__ __forceinline__ uint32 extendNibbles(uint32 bytes) {

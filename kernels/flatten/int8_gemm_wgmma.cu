@@ -1,10 +1,10 @@
 // int8GemmWgmma: y[M, N] = actScale * weightScale * (x W^T) + bias for INT8 codes, on Hopper's warpgroup products
 // (sm_90a). kRequantize: instead of y, the codes of activation(y) for the next Linear (int8_requantize.cuh).
 //
-// Operands stand in tiles of 64 rows x 128 columns in the order of the products' shared memory (bipolar.cuh), so a tile
+// Operands stand in tiles of 64 rows x 128 columns in the order of the products' shared memory (planes.cuh), so a tile
 // is one bulk copy and no tensor map is needed. Sums are exact int32 (FlattenQuant 4.1: per-tensor scales come last).
 //
-//   block = 1 producer warpgroup + kConsumers consumer warpgroups, each 64 rows of x against kColumns rows of W
+//   block = 1 producer warpgroup + kConsumers consumer warpgroups, each 64 rows of x against kTileN rows of W
 //   stage = one k tile of both operands; kStages of them in flight
 //   grid: persistent; tiles of x run fastest within groups, so the blocks in flight share operands in L2
 //
@@ -15,14 +15,14 @@
 
 constexpr int kGroupTiles = 16;  // tiles of x per group of the tile order
 constexpr int kSteps = kSwizzleBytes / kWgmmaDepthBytes;
-constexpr int kSharedAlignment = 1024;
+constexpr int kSharedAlignment = QK_SHARED_ALIGNMENT;
 
 constexpr ProductKind kSignedBytes = static_cast<ProductKind>(2);
-#define QK_SIGNED(columns, regs, a, b, k) \
-    QK_PRODUCT(kSignedBytes, columns, "m64n" #columns "k32", ".s32.s8.s8", regs, a, b, k)
-QK_SIGNED(64, 32, 32, 33, 34)
-QK_SIGNED(128, 64, 64, 65, 66)
-QK_SIGNED(256, 128, 128, 129, 130)
+#define WG_SIGNED(columns, regs, a, b, k) \
+    WG_PRODUCT(kSignedBytes, columns, "m64n" #columns "k32", ".s32.s8.s8", regs, a, b, k)
+WG_SIGNED(64, 32, 32, 33, 34)
+WG_SIGNED(128, 64, 64, 65, 66)
+WG_SIGNED(256, 128, 128, 129, 130)
 
 template <bool kValue>
 struct Constant {
@@ -38,12 +38,12 @@ __device__ __forceinline__ void tileAt(int index, int tilesX, int tilesW, int& t
 }
 
 // All products of one stage. kFirst: the sums start from zero by a constant, so their registers are free between tiles.
-template <int kColumns, bool kFirst>
+template <int kTileN, bool kFirst>
 __device__ __forceinline__ void multiplyStage(int* sums, uint32 addressX, uint32 addressW) {
     productFence();
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
-        WarpgroupProduct<kSignedBytes, kColumns>::add(sums, operandDescriptor(addressX + s * kWgmmaDepthBytes),
+        WarpgroupProduct<kSignedBytes, kTileN>::add(sums, operandDescriptor(addressX + s * kWgmmaDepthBytes),
                                                       operandDescriptor(addressW + s * kWgmmaDepthBytes),
                                                       !(kFirst && s == 0));
     }
@@ -51,60 +51,61 @@ __device__ __forceinline__ void multiplyStage(int* sums, uint32 addressX, uint32
 }
 
 // Eight neighbours in shared memory, aligned to 16 bytes.
-__device__ __forceinline__ void loadRun(const float* from, float (&to)[kRunChannels]) {
+__device__ __forceinline__ void loadRun(const float* from, float (&to)[kRunFeatures]) {
     const float4 low = reinterpret_cast<const float4*>(from)[0], high = reinterpret_cast<const float4*>(from)[1];
-    const float all[kRunChannels] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const float all[kRunFeatures] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-    for (int i = 0; i < kRunChannels; i++) to[i] = all[i];
+    for (int i = 0; i < kRunFeatures; i++) to[i] = all[i];
 }
 
-// One consumer's 64 rows; biases: of the tile's channels, in shared memory.
-template <bool kWhole, int kColumns, int kDtype>
-__device__ __forceinline__ void writeTile(const int* sums, const Output& out, const float* biases, int token,
-                                          int channel, int thread) {
-    const int lane = thread % kWarpSize, row = token + thread / kWarpSize * 16 + lane / 4;
+// One consumer's 64 rows; biases: of the tile's features, in shared memory.
+template <bool kWhole, int kTileN, int kDtype>
+__device__ __forceinline__ void writeTile(const int* sums, const Output& out, const float* biases, int m,
+                                          int n, int thread) {
+    const int lane = thread % kWarpSize, row = m + thread / kWarpSize * 16 + lane / 4;
 #pragma unroll
-    for (int start = 0; start < kColumns; start += kRunRows) {
-        const int first = start + lane % 4 * kRunChannels;
-        float bias[kRunChannels];
+    for (int start = 0; start < kTileN; start += kRunRows) {
+        const int first = start + lane % 4 * kRunFeatures;
+        float bias[kRunFeatures];
         loadRun(biases + first, bias);
-        writeRun<kWhole, kDtype>(sums + start / kRunRows * kRunDots, out, bias, row, channel + first);
+        writeRun<kWhole, kDtype>(sums + start / kRunRows * kRunDots, out, bias, row, n + first);
     }
 }
 
-// One consumer's 64 rows as codes of the next Linear; biases, factors: of the tile's channels. Runs of 32 channels take
-// turns on one copy of the code behind the sums, which registers hold and no index reaches.
-template <int kColumns, int kDtype>
+// One consumer's 64 rows as codes of the next Linear, 32 features at a time; biases, factors: of the tile's features. The
+// loop is not unrolled, so that its body stands in the code once; the sums are picked by comparison, as registers have
+// no index.
+template <int kTileN, int kDtype>
 __device__ __forceinline__ void requantizeTile(const int* sums, const Output& out, const Following& next,
-                                               const float* biases, const float* factors, float* scratch, int token,
-                                               int channel, int thread) {
-    const int lane = thread % kWarpSize, firstToken = token + thread / kWarpSize * kGroupRows;
-    if (firstToken >= out.M) return;
-    const int runs = min(kColumns, out.N - channel + kRunRows - 1) / kRunRows;
-    const int* starts = next.slotStarts + channel / kRunRows;
+                                               const float* biases, const float* factors, float* scratch, int m,
+                                               int n, int thread) {
+    const int lane = thread % kWarpSize, firstM = m + thread / kWarpSize * kGroupRows;
+    if (firstM >= out.M) return;
+    const int runs = min(kTileN, out.N - n + kRunRows - 1) / kRunRows;
+    const int* starts = next.slotStarts + n / kRunRows;
     int slotFirst = starts[0], slotEnd = starts[1];
 #pragma unroll 1
     for (int run = 0; run < runs; run++) {
         const LaneSlots slots = laneSlots(next, slotFirst, slotEnd, lane);
         slotFirst = slotEnd;
         slotEnd = starts[min(run + 2, runs)];
-        const int first = run * kRunRows + lane % 4 * kRunChannels;
-        float bias[kRunChannels], factor[kRunChannels];
+        const int first = run * kRunRows + lane % 4 * kRunFeatures;
+        float bias[kRunFeatures], factor[kRunFeatures];
         loadRun(biases + first, bias);
         loadRun(factors + first, factor);
-        uint32 word[kRunChannels];
+        uint32 word[kRunFeatures];
 #pragma unroll
-        for (int r = 0; r < kColumns / kRunRows; r++) {
+        for (int r = 0; r < kTileN / kRunRows; r++) {
             if (r == run) roundRun<kDtype>(sums + r * kRunDots, out.scale, bias, word);
         }
-        requantizeRun<kDtype>(word, next, slots, factor, scratch, firstToken, channel + run * kRunRows, out.M, out.N,
+        requantizeRun<kDtype>(word, next, slots, factor, scratch, firstM, n + run * kRunRows, out.M, out.N,
                               lane);
     }
 }
 
-template <int kColumns, int kConsumers, int kStages, int kDtype, bool kRequantize>
+template <int kTileN, int kConsumers, int kStages, int kDtype, bool kRequantize>
 __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
-    int8GemmWgmma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,  // bipolar.cuh
+    int8GemmWgmma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,  // planes.cuh
                   const float* __restrict__ actScale, const float* __restrict__ weightScale,  // [1] each
                   const void* __restrict__ bias, uint8* __restrict__ y,  // [N] or null; [M, N] of kDtype, or codes
                   const float* __restrict__ multiplier, const int* __restrict__ slots,  // of the next Linear
@@ -113,13 +114,13 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     // Two consumers start with 65536 / 384 registers a thread; the producer hands most of its own over.
     constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
     static_assert(kConsumers == 1 || kConsumers == 2, "one or two consumer warpgroups");
-    constexpr int kBlocksW = kColumns / kBlockRows;
+    constexpr int kBlocksW = kTileN / kBlockRows;
     constexpr uint32 kStageBytes = (kConsumers + kBlocksW) * kPlaneBytes;
 
     extern __shared__ uint8 dynamicShared[];
     __shared__ uint64 full[kStages], empty[kStages];
-    __shared__ __align__(16) float biases[kConsumers][kColumns];
-    __shared__ __align__(16) float factors[kConsumers][kRequantize ? kColumns : 1];
+    __shared__ __align__(16) float biases[kConsumers][kTileN];
+    __shared__ __align__(16) float factors[kConsumers][kRequantize ? kTileN : 1];
     __shared__ __align__(16) float scratch[kConsumers][kWarpgroup / kWarpSize][kRequantize ? kScratchFloats : 1];
     const uint32 base = (sharedAddress(dynamicShared) + kSharedAlignment - 1) & ~uint32(kSharedAlignment - 1);
     const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
@@ -166,19 +167,19 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
         const Output out{y, __fmul_rn(*actScale, *weightScale), M, N};
         const Following next{y, multiplier, slots, slotStarts, perChannel, slotCount, top, activation};
         for (int index = blockIdx.x; index < tiles; index += blockCount()) {
-            int sums[kColumns / 2];
+            int sums[kTileN / 2];
             const auto multiply = [&](auto first) {
                 barrierWait(&full[stage], parity);
                 const uint32 address = base + stage * kStageBytes;
-                multiplyStage<kColumns, decltype(first)::value>(sums, address + consumer * kPlaneBytes,
+                multiplyStage<kTileN, decltype(first)::value>(sums, address + consumer * kPlaneBytes,
                                                                 address + kConsumers * kPlaneBytes);
             };
             multiply(Constant<true>{});
             int tileX, tileW;
             tileAt(index, tilesX, tilesW, tileX, tileW);
-            for (int c = thread; c < kColumns; c += kWarpgroup) {  // while the first products run
-                biases[consumer][c] = biasOf(bias, biasDtype, tileW * kColumns + c, N);
-                if constexpr (kRequantize) factors[consumer][c] = factorOf(next, tileW * kColumns + c, N);
+            for (int c = thread; c < kTileN; c += kWarpgroup) {  // while the first products run
+                biases[consumer][c] = biasOf(bias, biasDtype, tileW * kTileN + c, N);
+                if constexpr (kRequantize) factors[consumer][c] = factorOf(next, tileW * kTileN + c, N);
             }
             advance();
             for (int k = 1; k < kTiles; k++, advance()) {
@@ -188,15 +189,15 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             }
             productWait<0>();
             releaseBefore();
-            const int token = (tileX * kConsumers + consumer) * kWgmmaRows, channel = tileW * kColumns;
+            const int m = (tileX * kConsumers + consumer) * kWgmmaRows, n = tileW * kTileN;
             namedSync(barrier, kWarpgroup);  // the biases are there
             if constexpr (kRequantize) {
-                requantizeTile<kColumns, kDtype>(sums, out, next, biases[consumer], factors[consumer],
-                                                 scratch[consumer][thread / kWarpSize], token, channel, thread);
-            } else if (isWhole(out, token, kWgmmaRows, channel, kColumns)) {
-                writeTile<true, kColumns, kDtype>(sums, out, biases[consumer], token, channel, thread);
+                requantizeTile<kTileN, kDtype>(sums, out, next, biases[consumer], factors[consumer],
+                                                 scratch[consumer][thread / kWarpSize], m, n, thread);
+            } else if (isWhole(out, m, kWgmmaRows, n, kTileN)) {
+                writeTile<true, kTileN, kDtype>(sums, out, biases[consumer], m, n, thread);
             } else {
-                writeTile<false, kColumns, kDtype>(sums, out, biases[consumer], token, channel, thread);
+                writeTile<false, kTileN, kDtype>(sums, out, biases[consumer], m, n, thread);
             }
             namedSync(barrier, kWarpgroup);  // all have read the biases
         }

@@ -8,21 +8,21 @@
 // first K columns are channels 0 .. K - 1 with segment 0; those behind gather. Half to even; NaN gives 0 and Inf the
 // largest slice; the same fp32 operations as ops/flatten/op.py, so the same bits.
 //
-//   block = rowsPerBlock (a power of 2 up to 64) rows of x, staged in shared memory by asynchronous
+//   block = tokensPerBlock (a power of 2 up to 64) rows of x, staged in shared memory by asynchronous
 //           copies (kStaged; a row that does not fit is read from global memory). Other blocks of the multiprocessor
 //           hide the wait.
 //   thread = runs of 8 neighbouring columns: their map is read once for all rows of the block
 //
-// kLayout kRows: codes [M, columns] of one byte. kByteTiles, kNibbleTiles: the operand order of bipolar.cuh, a line of
+// kLayout kRowMajor: codes [M, KExt] of one byte. kByteTiles, kNibbleTiles: the operand order of planes.cuh, a line of
 // 128 or 256 columns; columns behind the last are 0 up to the end of a line, rows behind the last are left alone.
 // A nibble line holds column 2 b in the low half of byte b.
 #include "codes.cuh"
 #include "../shared/mma.cuh"
 
 constexpr int kRun = 8;
-constexpr int kRowAlignment = 16;  // of a staged row, and of one asynchronous copy
+constexpr int kRowAlignment = QK_ROW_ALIGNMENT;  // of a staged row, and of one asynchronous copy
 
-enum Layout : int { kRows = 0, kByteTiles = 1, kNibbleTiles = 2 };
+enum Layout : int { kRowMajor = QK_ROW_MAJOR, kByteTiles = QK_BYTE_TILES, kNibbleTiles = QK_NIBBLE_TILES };
 
 constexpr int elementBytes(int dtype) { return dtype == kFloat32 ? 4 : 2; }
 
@@ -56,13 +56,13 @@ __device__ __forceinline__ uint2 packRun(const uint32 (&code)[kRun]) {
 // Where a run of eight columns goes in every row of a block of kBlockRows rows, which a thread block never leaves.
 template <int kLayout>
 struct Destination {
-    uint8* start;  // of the row block's lines in this column's k tile; kRows: of the columns in the row block
-    int chunk, byte, columns, column;
+    uint8* start;  // of the row block's lines in this column's k tile; kRowMajor: of the columns in the row block
+    int chunk, byte, KExt, column;
 
-    __device__ __forceinline__ Destination(uint8* codes, int row, int column, int columns, int kTiles)
-        : columns(columns), column(column) {
-        if constexpr (kLayout == kRows) {
-            start = codes + size_t(row - row % kBlockRows) * columns + column;
+    __device__ __forceinline__ Destination(uint8* codes, int row, int column, int KExt, int kTiles)
+        : KExt(KExt), column(column) {
+        if constexpr (kLayout == kRowMajor) {
+            start = codes + size_t(row - row % kBlockRows) * KExt + column;
             chunk = byte = 0;
         } else {
             constexpr int kPerByte = kLayout == kNibbleTiles ? 2 : 1, kPerLine = kLineBytes * kPerByte;
@@ -74,13 +74,13 @@ struct Destination {
     }
 
     __device__ __forceinline__ void store(int rowInBlock, uint2 run) const {
-        if constexpr (kLayout == kRows) {
-            uint8* to = start + size_t(rowInBlock) * columns;
-            if (columns % kRun == 0) {
+        if constexpr (kLayout == kRowMajor) {
+            uint8* to = start + size_t(rowInBlock) * KExt;
+            if (KExt % kRun == 0) {
                 *reinterpret_cast<uint2*>(to) = run;
                 return;
             }
-            for (int i = 0; i < min(kRun, columns - column); i++) {
+            for (int i = 0; i < min(kRun, KExt - column); i++) {
                 to[i] = uint8((i < 4 ? run.x : run.y) >> (8 * (i % 4)));
             }
         } else {
@@ -112,33 +112,33 @@ __device__ __forceinline__ void loadRun(const uint8* row, int column, float (&va
 }
 
 // Eight neighbouring numbers of a map, or zeros behind its end.
-__device__ __forceinline__ void loadMap(const int* map, int column, int columns, int (&entry)[kRun]) {
+__device__ __forceinline__ void loadMap(const int* map, int column, int KExt, int (&entry)[kRun]) {
     const int* from = map + column;
-    if (column + kRun <= columns && reinterpret_cast<size_t>(from) % kChunkBytes == 0) {
+    if (column + kRun <= KExt && reinterpret_cast<size_t>(from) % kChunkBytes == 0) {
         const int4 low = reinterpret_cast<const int4*>(from)[0], high = reinterpret_cast<const int4*>(from)[1];
         const int all[kRun] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
         for (int i = 0; i < kRun; i++) entry[i] = all[i];
     } else {
 #pragma unroll
-        for (int i = 0; i < kRun; i++) entry[i] = column + i < columns ? from[i] : 0;
+        for (int i = 0; i < kRun; i++) entry[i] = column + i < KExt ? from[i] : 0;
     }
 }
 
 // Copy whole rows that stand one behind the other; pitch: bytes from row to row in shared memory.
 template <int kDtype>
-__device__ __forceinline__ void stageRows(uint8* staged, const uint8* x, int rows, int K, int pitch) {
+__device__ __forceinline__ void stageRows(uint8* staged, const uint8* x, int tokens, int K, int pitch) {
     const int bytes = K * elementBytes(kDtype);
     if (bytes == pitch && reinterpret_cast<size_t>(x) % kRowAlignment == 0) {
         const uint32 shared = sharedAddress(staged);
-        for (int i = threadIdx.x * kRowAlignment; i < rows * bytes; i += blockDim.x * kRowAlignment) {
+        for (int i = threadIdx.x * kRowAlignment; i < tokens * bytes; i += blockDim.x * kRowAlignment) {
             copyAsync16(shared + i, x + i);
         }
         copyCommit();
         copyWait<0>();
     } else {
         constexpr int kElement = elementBytes(kDtype);
-        for (int i = threadIdx.x; i < rows * K; i += blockDim.x) {
+        for (int i = threadIdx.x; i < tokens * K; i += blockDim.x) {
             uint8* to = staged + size_t(i / K) * pitch + i % K * kElement;
             if constexpr (kElement == 4) {
                 *reinterpret_cast<uint32*>(to) = reinterpret_cast<const uint32*>(x)[i];
@@ -151,38 +151,38 @@ __device__ __forceinline__ void stageRows(uint8* staged, const uint8* x, int row
 }
 
 template <int kLayout, int kDtype, bool kStaged>
-__global__ void __launch_bounds__(512, 2)
+__global__ void __launch_bounds__(QK_QUANTIZE_THREADS, 2)
     flattenQuantize(const uint8* __restrict__ x,            // [M, K] of kDtype
-                    const int* __restrict__ sourceChannel,  // [columns]
-                    const int* __restrict__ sourceSegment,  // [columns]
+                    const int* __restrict__ sourceChannel,  // [KExt]
+                    const int* __restrict__ sourceSegment,  // [KExt]
                     const float* __restrict__ multiplier,   // [1], or [K] if perChannel
-                    uint8* __restrict__ codes, int perChannel, int M, int K, int columns, int top, int rowsPerBlock) {
+                    uint8* __restrict__ codes, int perChannel, int M, int K, int KExt, int top, int tokensPerBlock) {
     extern __shared__ __align__(16) uint8 staged[];
     constexpr int kElement = elementBytes(kDtype);
     constexpr int kPerLine = kLineBytes * (kLayout == kNibbleTiles ? 2 : 1);
-    const int kTiles = (columns + kPerLine - 1) / kPerLine;
-    const int written = kLayout == kRows ? columns : kTiles * kPerLine;
-    const int firstRow = blockIdx.x * rowsPerBlock, rows = min(rowsPerBlock, M - firstRow);
+    const int kTiles = (KExt + kPerLine - 1) / kPerLine;
+    const int written = kLayout == kRowMajor ? KExt : kTiles * kPerLine;
+    const int firstToken = blockIdx.x * tokensPerBlock, tokens = min(tokensPerBlock, M - firstToken);
     const int rowBytes = K * kElement;
     const int pitch = kStaged ? (rowBytes + kRowAlignment - 1) / kRowAlignment * kRowAlignment : rowBytes;
-    const uint8* source = x + size_t(firstRow) * rowBytes;
+    const uint8* source = x + size_t(firstToken) * rowBytes;
     if constexpr (kStaged) {
-        stageRows<kDtype>(staged, source, rows, K, pitch);
+        stageRows<kDtype>(staged, source, tokens, K, pitch);
         source = staged;
     }
     const Multiplier factors{perChannel ? multiplier : nullptr, *multiplier};
     const float limit = float(top);
 
-    const int firstInBlock = firstRow % kBlockRows;
+    const int firstInBlock = firstToken % kBlockRows;
 
     for (int column = threadIdx.x * kRun; column < written; column += blockDim.x * kRun) {
-        const Destination<kLayout> destination(codes, firstRow, column, columns, kTiles);
+        const Destination<kLayout> destination(codes, firstToken, column, KExt, kTiles);
         uint32 code[kRun];
         if (kStaged && column + kRun <= K) {
             float factor[kRun];
 #pragma unroll
             for (int i = 0; i < kRun; i++) factor[i] = factors.of(column + i);
-            for (int r = 0; r < rows; r++) {
+            for (int r = 0; r < tokens; r++) {
                 float value[kRun];
                 loadRun<kDtype>(source + size_t(r) * pitch, column, value);
 #pragma unroll
@@ -193,14 +193,14 @@ __global__ void __launch_bounds__(512, 2)
         }
         Run run;
         int segment[kRun];
-        loadMap(sourceChannel, column, columns, run.channel);
-        loadMap(sourceSegment, column, columns, segment);
+        loadMap(sourceChannel, column, KExt, run.channel);
+        loadMap(sourceSegment, column, KExt, segment);
 #pragma unroll
         for (int i = 0; i < kRun; i++) {
             run.full[i] = __int2float_rn(segment[i] * top);
-            run.factor[i] = column + i < columns ? factors.of(run.channel[i]) : 0.f;
+            run.factor[i] = column + i < KExt ? factors.of(run.channel[i]) : 0.f;
         }
-        for (int r = 0; r < rows; r++) {
+        for (int r = 0; r < tokens; r++) {
 #pragma unroll
             for (int i = 0; i < kRun; i++) {
                 const float value = loadElement(source + size_t(r) * pitch, run.channel[i], kDtype);

@@ -5,7 +5,14 @@
 #pragma once
 #include "common.cuh"
 
-enum Activation : int { kRelu = 0, kGelu = 1, kGeluTanh = 2, kSilu = 3, kGeluNew = 4, kGeluFast = 5 };
+enum Activation : int {
+    kRelu = QK_RELU,
+    kGelu = QK_GELU,
+    kGeluTanh = QK_GELU_TANH,
+    kSilu = QK_SILU,
+    kGeluNew = QK_GELU_NEW,
+    kGeluFast = QK_GELU_FAST
+};
 
 __device__ __forceinline__ float rounded(float value, int dtype) {
     return shortToFloat(floatToShort(value, dtype), dtype);
@@ -58,9 +65,9 @@ __device__ __forceinline__ uint32 reluPair(uint32 word) {
 template <int kKind, int kDtype, int kWords>
 __device__ __forceinline__ void activateBy(uint32 (&word)[kWords]) {
     constexpr int kAtOnce = 2;  // words, enough to overlap their latencies; more would only be more code
-    static_assert(kWords % kAtOnce == 0, "whole turns");
+    static_assert(kWords % kAtOnce == 0, "every pass has as many words");
 #pragma unroll 1
-    for (int turn = 0; turn < kWords / kAtOnce; turn++) {  // registers cannot be indexed, so they rotate
+    for (int pass = 0; pass < kWords / kAtOnce; pass++) {  // registers cannot be indexed, so they rotate
         uint32 done[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; i++) {

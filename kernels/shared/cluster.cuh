@@ -1,26 +1,22 @@
-// Blocks of a cluster that write into each other's shared memory; from compute capability 9.0 on, without effect before.
+// Blocks of a cluster that write into each other's shared memory. Without effect where the GPU has no clusters.
 #pragma once
 #include "common.cuh"
 #include "mma.cuh"
 
-#if __CUDA_ARCH__ >= 900
-constexpr bool kClusters = true;
-#else
-constexpr bool kClusters = false;
-#endif
+constexpr bool kClusters = QK_CLUSTERS;
 
 // Blocks of this block's cluster and its number in it; 1 and 0 without clusters. Read anew at every call, as that is
 // cheaper than a register.
 __device__ __forceinline__ uint32 clusterBlocks() {
     uint32 count = 1;
-#if __CUDA_ARCH__ >= 900
+#if QK_CLUSTERS
     asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(count));
 #endif
     return count;
 }
 __device__ __forceinline__ uint32 clusterRank() {
     uint32 rank = 0;
-#if __CUDA_ARCH__ >= 900
+#if QK_CLUSTERS
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
 #endif
     return rank;
@@ -34,31 +30,31 @@ struct Mailbox {
     uint64 received;
 
     __device__ __forceinline__ void prepare() {
-#if __CUDA_ARCH__ >= 900
+#if QK_CLUSTERS
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(
                          sharedAddress(&received))
                      : "memory");
 #endif
     }
     __device__ __forceinline__ void expect(uint32 bytes) {
-#if __CUDA_ARCH__ >= 900
+#if QK_CLUSTERS
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(sharedAddress(&received)), "r"(bytes)
                      : "memory");
 #endif
     }
     __device__ __forceinline__ void arrive() const {
-#if __CUDA_ARCH__ >= 900
+#if QK_CLUSTERS
         asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
     }
     __device__ __forceinline__ void waitForOthers() const {
-#if __CUDA_ARCH__ >= 900
+#if QK_CLUSTERS
         asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
     }
     // Write to the shared memory of block `rank`, to whose mailbox too, at an address of this block's.
     __device__ __forceinline__ void send(uint32 shared, float value, uint32 rank) const {
-#if __CUDA_ARCH__ >= 900
+#if QK_CLUSTERS
         asm volatile("{\n.reg .u32 place, count;\n"
                      "mapa.shared::cluster.u32 place, %0, %2;\nmapa.shared::cluster.u32 count, %1, %2;\n"
                      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [place], %3, [count];\n}" ::"r"(shared),
@@ -68,7 +64,7 @@ struct Mailbox {
     }
     // Wait until all of the bytes are there.
     __device__ __forceinline__ void receive() const {
-#if __CUDA_ARCH__ >= 900
+#if QK_CLUSTERS
         for (uint32 done = 0; !done;) {
             asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], 0;\n"
                          "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(sharedAddress(&received)) : "memory");

@@ -13,8 +13,9 @@ constexpr int kBitsPerByte = 8;
 constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr unsigned kNotANumberBits = 0x7fffffffu;
 
-// Element types of activations and outputs; the values are those of quantkit/cuda/launch.py.
-enum Dtype : int { kFloat16 = 0, kBfloat16 = 1, kFloat32 = 2 };
+// Macros QK_* are constants of Python, handed over by the compiler's options: element types of quantkit/cuda/launch.py,
+// those of quantkit/ops/constants.py, and those of a family from quantkit/ops/<family>/instances.py.
+enum Dtype : int { kFloat16 = QK_FLOAT16, kBfloat16 = QK_BFLOAT16, kFloat32 = QK_FLOAT32 };
 
 __device__ __forceinline__ float halfToFloat(uint16 bits) {
     float value;

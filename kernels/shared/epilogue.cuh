@@ -1,9 +1,9 @@
-// What follows a product of a single token, in the product's last step: y = residual + activation(value). Every step
-// rounds to y's type, as the kernels do that run one after the other otherwise.
+// The epilogue of a product: y = residual + activation(value). Every step rounds to y's type, as it does where kernels
+// of their own follow the product.
 #pragma once
 #include "activation.cuh"
 
-constexpr int kNoActivation = -1;
+constexpr int kNoActivation = QK_NO_ACTIVATION;
 
 // Not inlined: tanh, erf and exp would stand in every instance's last loop.
 __device__ __noinline__ float activatedBy(float x, int kind, int dtype) {
@@ -17,9 +17,10 @@ __device__ __noinline__ float activatedBy(float x, int kind, int dtype) {
     }
 }
 
-// One element of y; `residual`: what is added to it, read before, or null with `kept` unused.
-__device__ __forceinline__ uint16 finished(float value, int activation, const uint16* residual, float kept, int dtype) {
+// One element of y. residual: null without one; addend: its element, which the caller has read.
+__device__ __forceinline__ uint16 withEpilogue(float value, int activation, const uint16* residual, float addend,
+                                               int dtype) {
     if (activation != kNoActivation) value = activatedBy(rounded(value, dtype), activation, dtype);
-    if (residual) value = kept + rounded(value, dtype);
+    if (residual) value = addend + rounded(value, dtype);
     return floatToShort(value, dtype);
 }

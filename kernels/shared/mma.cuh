@@ -213,14 +213,14 @@ __device__ __forceinline__ void store16If(bool wanted, void* to, uint32 a, uint3
 
 // Under a programmatic dependent launch: wait for the kernels before this one. No effect otherwise.
 __device__ __forceinline__ void waitForPriorKernels() {
-#if __CUDA_ARCH__ >= 900
+#if QK_OVERLAP
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 // Under a programmatic dependent launch: let the next kernel's blocks start once every block said so or ended.
 __device__ __forceinline__ void allowNextKernel() {
-#if __CUDA_ARCH__ >= 900
+#if QK_OVERLAP
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

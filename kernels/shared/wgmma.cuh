@@ -27,55 +27,55 @@ __device__ __forceinline__ void productWait() {
 }
 
 // Register lists of the accumulators: names %0 .. %(n-1) in the text, the same elements of d as operands.
-#define QK_T0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9"
-#define QK_T(t) ",%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
-#define QK_L32 QK_T0 QK_T(1) QK_T(2) ",%30,%31"
-#define QK_L64 QK_T0 QK_T(1) QK_T(2) QK_T(3) QK_T(4) QK_T(5) ",%60,%61,%62,%63"
-#define QK_L80 QK_T0 QK_T(1) QK_T(2) QK_T(3) QK_T(4) QK_T(5) QK_T(6) QK_T(7)
-#define QK_L96 QK_L80 QK_T(8) ",%90,%91,%92,%93,%94,%95"
-#define QK_L112 QK_L80 QK_T(8) QK_T(9) QK_T(10) ",%110,%111"
-#define QK_L128 QK_L80 QK_T(8) QK_T(9) QK_T(10) QK_T(11) ",%120,%121,%122,%123,%124,%125,%126,%127"
-#define QK_D8(i) \
+#define WG_T0 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9"
+#define WG_T(t) ",%" #t "0,%" #t "1,%" #t "2,%" #t "3,%" #t "4,%" #t "5,%" #t "6,%" #t "7,%" #t "8,%" #t "9"
+#define WG_L32 WG_T0 WG_T(1) WG_T(2) ",%30,%31"
+#define WG_L64 WG_T0 WG_T(1) WG_T(2) WG_T(3) WG_T(4) WG_T(5) ",%60,%61,%62,%63"
+#define WG_L80 WG_T0 WG_T(1) WG_T(2) WG_T(3) WG_T(4) WG_T(5) WG_T(6) WG_T(7)
+#define WG_L96 WG_L80 WG_T(8) ",%90,%91,%92,%93,%94,%95"
+#define WG_L112 WG_L80 WG_T(8) WG_T(9) WG_T(10) ",%110,%111"
+#define WG_L128 WG_L80 WG_T(8) WG_T(9) WG_T(10) WG_T(11) ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define WG_D8(i) \
     "+r"(d[i]), "+r"(d[i + 1]), "+r"(d[i + 2]), "+r"(d[i + 3]), "+r"(d[i + 4]), "+r"(d[i + 5]), "+r"(d[i + 6]), \
         "+r"(d[i + 7])
-#define QK_D32 QK_D8(0), QK_D8(8), QK_D8(16), QK_D8(24)
-#define QK_D64 QK_D32, QK_D8(32), QK_D8(40), QK_D8(48), QK_D8(56)
-#define QK_D80 QK_D64, QK_D8(64), QK_D8(72)
-#define QK_D96 QK_D80, QK_D8(80), QK_D8(88)
-#define QK_D112 QK_D96, QK_D8(96), QK_D8(104)
-#define QK_D128 QK_D112, QK_D8(112), QK_D8(120)
+#define WG_D32 WG_D8(0), WG_D8(8), WG_D8(16), WG_D8(24)
+#define WG_D64 WG_D32, WG_D8(32), WG_D8(40), WG_D8(48), WG_D8(56)
+#define WG_D80 WG_D64, WG_D8(64), WG_D8(72)
+#define WG_D96 WG_D80, WG_D8(80), WG_D8(88)
+#define WG_D112 WG_D96, WG_D8(96), WG_D8(104)
+#define WG_D128 WG_D112, WG_D8(112), WG_D8(120)
 
 template <ProductKind kKind, int kColumns>
 struct WarpgroupProduct;
 
 // regs = columns / 2 accumulators; operands regs, regs + 1: descriptors; operand regs + 2: keep (0 starts from zero).
-#define QK_PRODUCT(kind, columns, shape, types, regs, a, b, k) \
+#define WG_PRODUCT(kind, columns, shape, types, regs, a, b, k) \
     template <> \
     struct WarpgroupProduct<kind, columns> { \
         __device__ static __forceinline__ void add(int* d, uint64 descA, uint64 descB, int keep) { \
             asm volatile("{.reg .pred p; setp.ne.b32 p, %" #k ", 0;\nwgmma.mma_async.sync.aligned." shape types \
-                         " {" QK_L##regs "}, %" #a ", %" #b ", p;\n}" \
-                         : QK_D##regs \
+                         " {" WG_L##regs "}, %" #a ", %" #b ", p;\n}" \
+                         : WG_D##regs \
                          : "l"(descA), "l"(descB), "r"(keep)); \
         } \
     };
-#define QK_BINARY(columns, regs, a, b, k) \
-    QK_PRODUCT(kBinary, columns, "m64n" #columns "k256", ".s32.b1.b1.and.popc", regs, a, b, k)
-#define QK_BYTES(columns, regs, a, b, k) \
-    QK_PRODUCT(kUnsignedBytes, columns, "m64n" #columns "k32", ".s32.u8.u8", regs, a, b, k)
+#define WG_BINARY(columns, regs, a, b, k) \
+    WG_PRODUCT(kBinary, columns, "m64n" #columns "k256", ".s32.b1.b1.and.popc", regs, a, b, k)
+#define WG_BYTES(columns, regs, a, b, k) \
+    WG_PRODUCT(kUnsignedBytes, columns, "m64n" #columns "k32", ".s32.u8.u8", regs, a, b, k)
 
 // D[64, columns] += popcount(A and B): d[4 c + e] of thread 32 w + 4 g + t of the warpgroup is
 // row 16 w + g + 8 (e / 2), column 8 c + 2 t + e % 2.
-QK_BINARY(64, 32, 32, 33, 34)
-QK_BINARY(128, 64, 64, 65, 66)
-QK_BINARY(160, 80, 80, 81, 82)
-QK_BINARY(192, 96, 96, 97, 98)
-QK_BINARY(224, 112, 112, 113, 114)
-QK_BINARY(256, 128, 128, 129, 130)
+WG_BINARY(64, 32, 32, 33, 34)
+WG_BINARY(128, 64, 64, 65, 66)
+WG_BINARY(160, 80, 80, 81, 82)
+WG_BINARY(192, 96, 96, 97, 98)
+WG_BINARY(224, 112, 112, 113, 114)
+WG_BINARY(256, 128, 128, 129, 130)
 // The same for unsigned bytes.
-QK_BYTES(64, 32, 32, 33, 34)
-QK_BYTES(128, 64, 64, 65, 66)
-QK_BYTES(256, 128, 128, 129, 130)
+WG_BYTES(64, 32, 32, 33, 34)
+WG_BYTES(128, 64, 64, 65, 66)
+WG_BYTES(256, 128, 128, 129, 130)
 
 __device__ __forceinline__ void barrierInit(uint64* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(sharedAddress(barrier)), "r"(arrivals));

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import BenchError
-from quantkit.ops.attention.op import MOST, int8_attention, int8_attention_reference
+from quantkit.ops.attention.instances import MOST_CODE
+from quantkit.ops.attention.op import Int8Attention, int8_attention, int8_attention_reference
 
 _FIRST_ID, _WINDOW = 10, 256
 _CHECKED_KEYS = 200
@@ -54,7 +55,7 @@ def random_heads(shape: HeadShape, batch: int, length: int, like: Tensor) -> tup
 
 def code_steps(*operands: Tensor) -> list[float]:
     """Steps whose codes reach the largest magnitude of each operand."""
-    return [x.abs().amax().float().item() / MOST for x in operands]
+    return [x.abs().amax().float().item() / MOST_CODE for x in operands]
 
 
 def check_int8_attention(what: str, shape: HeadShape, like: Tensor) -> None:
@@ -67,7 +68,7 @@ def check_int8_attention(what: str, shape: HeadShape, like: Tensor) -> None:
     steps, scaling = code_steps(*operands), shape.head_dim**-0.5
     got = int8_attention(*operands, None, steps, scaling, True).cpu()
     query, key, value = (x.cpu() for x in operands)
-    expected = int8_attention_reference(query, key, value, None, steps, scaling, True)
+    expected = int8_attention_reference(Int8Attention(query, key, value, None, steps, scaling, True))
     apart = (got.double() - expected.double()).abs()
     most, share = apart.max().item(), (apart.amax(dim=-1) > 0).double().mean().item()
     if not most <= _STEPS_APART * steps[2] or share > _MOST_ROWS_APART:

@@ -11,7 +11,8 @@ from quantkit.formats.flatten import FlattenSpec, max_code, pack_nibbles, padded
 from quantkit.nn.flatten_linear import quantized
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.ops.activations import ACTIVATIONS
-from quantkit.ops.flatten.op import flatten_quantize_reference, untile_codes
+from quantkit.ops.flatten.layout import untile_codes
+from quantkit.ops.flatten.op import flatten_quantize
 from quantkit.runtime.fused_ffn import FusedPair
 
 FLATTEN_SHARES = {  # FlattenQuant Table 4: INT4 layers of O2 and O3, extended channels per channel
@@ -86,7 +87,7 @@ def check_flatten_linear(what: str, module: QuantizedLinear, x: Tensor) -> None:
     """
     tensors, chosen = module.tensors, torch.linspace(0, x.shape[0] - 1, _CHECKED_ROWS).round().long().to(x.device)
     scales, smooth = (tensors["act_scale"], tensors["weight_scale"]), tensors.get("smooth_scale")
-    acts = flatten_quantize_reference(
+    acts = flatten_quantize(
         x[chosen].cpu(),
         tensors["source_channel"].cpu(),
         tensors["source_segment"].cpu(),

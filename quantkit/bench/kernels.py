@@ -15,6 +15,7 @@ from quantkit.bench.memory import check_fits
 from quantkit.bench.methods import method_spec, random_tensors
 from quantkit.bench.shapes import LinearShape
 from quantkit.bench.timing import Timing, check_peak, check_result, measure, peak_bandwidth, rotation_length
+from quantkit.cuda.device import gpu_of
 from quantkit.errors import BenchError
 from quantkit.formats.base import PackedWeight
 from quantkit.formats.bipolar import PER_TOKEN, codes_to_values, quantize_activations
@@ -202,12 +203,10 @@ def _bcq_kernel(module: QuantizedLinear, x: Tensor) -> str:
 
 
 def _bipolar_kernel(module: QuantizedLinear, x: Tensor) -> str:
-    from quantkit.ops.bipolar.launch import GEMV_COLUMNS, path_for
+    from quantkit.ops.bipolar.plan import kernel_for
 
-    if x.shape[0] * module.spec.act_bits <= GEMV_COLUMNS:
-        return "bipolar_gemv"
-    path = path_for(module.spec.weight_bits, module.spec.act_bits, *torch.cuda.get_device_capability(x.device))
-    return f"bipolar_gemm_{path.kernel} {'int8' if x.shape[-1] > path.longest else 'binary'}"
+    shape, row = (x.shape[0], x.shape[-1]), gpu_of(x.device).architecture
+    return str(kernel_for(module.spec.weight_bits, module.spec.act_bits, shape, row))
 
 
 def _bipolar_input(module: QuantizedLinear, x: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from quantkit.bench.flatten_layers import (
 from quantkit.bench.kernels import TOLERANCE, compute_dtype, relative_error
 from quantkit.bench.memory import LinearBytes, check_fits, model_bytes
 from quantkit.bench.shapes import ModelShape, model_shape
-from quantkit.bench.timing import check_result
+from quantkit.bench.timing import check_result, device_peaks
 from quantkit.errors import BenchError
 from quantkit.formats.flatten import FlattenSpec
 from quantkit.formats.table import stored_bytes
@@ -43,12 +43,6 @@ from quantkit.runtime.causal_mask import plain_causal
 from quantkit.runtime.fused_ffn import fuse_chains, fused_pairs
 
 FP16 = "fp16"
-COMPUTE_PEAKS = {  # dense operations/s of fp16 and of INT8, datasheets
-    "NVIDIA H200": (989.5e12, 1979e12),
-    "NVIDIA H100 80GB HBM3": (989.5e12, 1979e12),
-    "NVIDIA A100-SXM4-80GB": (312e12, 624e12),
-    "NVIDIA A100-SXM4-40GB": (312e12, 624e12),
-}
 _SECONDS, _LEAST, _MOST = 0.5, 2, 50  # of timed passes
 _CHECKED_TOKENS = (8, 2048)  # on a CPU; on a GPU, whose kernels have tiles of their own for many rows
 _FIRST_ID = 10
@@ -286,8 +280,9 @@ def _measure(
         return replace(_missing(bench, method, batch, length, weight, share), peak_memory_bytes=memory)
     spans = _graph_spans(run, expected, what) if device.type == "cuda" else _wall_spans(run)
     median, operations = float(np.median(spans)), 2 * multiply_adds(model, batch, length)
-    rates = COMPUTE_PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    percent = None if rates is None else 100 * operations / median / rates[method != FP16]
+    peaks = device_peaks(device)
+    rate = None if peaks is None else peaks.fp16 if method == FP16 else peaks.int8
+    percent = None if rate is None else 100 * operations / median / rate
     if percent is not None and percent > 100:
         raise BenchError(f"{what}: {percent:.0f} % of this GPU's rate; not a valid measurement")
     return PrefillResult(

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from quantkit.bench.nvml import sm_megahertz
+from quantkit.cuda.architectures import Peaks, known_peaks
 from quantkit.errors import BenchError
 from quantkit.runtime.cuda_graph import Call, capture
 
@@ -25,20 +26,6 @@ WARM_UP_REPLAYS = 3
 CALLS_PER_GRAPH = 16
 L2_SHARE = 8  # the rotation's weights, in L2 caches
 _ASSUMED_L2 = 64 << 20  # where torch does not know the size
-
-READ_BANDWIDTH = {  # bytes/s; H200 measured with a read-only kernel, the others from datasheets
-    "NVIDIA H200": 4.65e12,
-    "NVIDIA H100 80GB HBM3": 3.35e12,
-    "NVIDIA H100 PCIe": 2.0e12,
-    "NVIDIA A100-SXM4-80GB": 2.039e12,
-    "NVIDIA A100-SXM4-40GB": 1.555e12,
-    "NVIDIA A100 80GB PCIe": 1.935e12,
-    "NVIDIA L40S": 0.864e12,
-    "NVIDIA L4": 0.3e12,
-    "NVIDIA GeForce RTX 3090": 0.936e12,
-    "NVIDIA GeForce RTX 4090": 1.008e12,
-    "NVIDIA GeForce RTX 5090": 1.792e12,
-}
 
 
 @dataclass(frozen=True)
@@ -112,7 +99,13 @@ def _summary(spans: Sequence[float]) -> Timing:
 
 def peak_bandwidth(device: torch.device) -> float | None:
     """Bytes per second that the device can read, or None where unknown (CPUs, other GPUs)."""
-    return READ_BANDWIDTH.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peaks = device_peaks(device)
+    return None if peaks is None else peaks.read_bandwidth
+
+
+def device_peaks(device: torch.device) -> Peaks | None:
+    """What the device can do at most, or None where unknown (CPUs, other GPUs)."""
+    return known_peaks(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def check_peak(what: str, bandwidth: float, peak: float | None) -> None:

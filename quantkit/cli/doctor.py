@@ -16,7 +16,7 @@ def doctor(json_path: JsonOption = None) -> None:
             "Python": diagnosis.python,
             "system": diagnosis.system,
             "torch's CUDA": diagnosis.torch_cuda or "none (CPU build)",
-            "GPUs": ", ".join(gpu.name for gpu in diagnosis.gpus) or "none",
+            "GPUs": ", ".join(f"{gpu.name} ({gpu.verified})" for gpu in diagnosis.gpus) or "none",
             "kernels": diagnosis.kernels,
         }
     )
@@ -29,18 +29,15 @@ def doctor(json_path: JsonOption = None) -> None:
         columns = list(diagnosis.generations.values())
         print_table(
             "tensor-core instructions by GPU generation",
-            ["instruction", *diagnosis.generations, "used by"],
-            [
-                [row[0].unit, *(cell.support.value for cell in row), row[0].used_by]
-                for row in zip(*columns, strict=True)
-            ],
+            ["instruction", *diagnosis.generations],
+            [[row[0].instruction.value, *(cell.support.value for cell in row)] for row in zip(*columns, strict=True)],
         )
-    for gpu in diagnosis.gpus:
+    for gpu in (gpu for gpu in diagnosis.gpus if gpu.capabilities):
         print_table(
             f"{gpu.name}, compute capability {gpu.compute_capability[0]}.{gpu.compute_capability[1]}, "
             f"{gpu.memory_bytes / 2**30:.0f} GiB",
             ["instruction", "support", "used by", "what follows"],
-            [[c.unit, c.support.value, c.used_by, c.note] for c in gpu.capabilities],
+            [[c.instruction.value, c.support.value, c.used_by, c.consequence] for c in gpu.capabilities],
         )
         print_table(
             "bipolar-INT with many tokens (few take the GEMV on planes)", ["widths", "path", "why"], gpu.bipolar_paths

@@ -6,35 +6,37 @@ import hashlib
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from quantkit.assets import cache_folder
-from quantkit.cuda.source import kernel_source
+from quantkit.cuda.architectures import Architecture
+from quantkit.cuda.source import KernelSource
 from quantkit.errors import KernelError
 
 _OPTIONS = ("-std=c++17", "-default-device", "--ptxas-options=-v")
+_TARGET_NUMBER = re.compile(r"\d+")
 _ENTRY = re.compile(r"Compiling entry function '(\S+)'")
 _MEMORY = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
 
 
 @dataclass(frozen=True)
 class CompileUnit:
     """One kernel instance.
 
-    source: file name in kernels/.
-    function: the __global__ template's (or function's) name.
-    arguments: its template arguments; bool and int.
-    hopper: uses instructions of the arch-specific target sm_90a (wgmma, setmaxnreg); exists there only.
+    source: its file, with the constants that Python hands over. function: the __global__ template's (or function's)
+    name. arguments: its template arguments; bool and int. shared_mem: bytes of dynamic shared memory that every launch
+    takes, where they follow from the instance.
     """
 
-    source: str
+    source: KernelSource
     function: str
     arguments: tuple[int | bool, ...] = ()
-    hopper: bool = False
+    shared_mem: int = field(default=0, compare=False)
 
     @property
     def expression(self) -> str:
@@ -46,9 +48,10 @@ class CompileUnit:
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas reports for one instance; all per thread, bytes except ``registers``."""
+    """What ptxas reports for one instance: registers per thread, static shared memory per block, bytes per thread."""
 
     registers: int
+    shared: int
     stack_frame: int
     spill_stores: int
     spill_loads: int
@@ -61,16 +64,6 @@ class Cubin:
     image: bytes
     symbols: dict[str, str]
     resources: dict[str, Resources]
-
-
-def target(major: int, minor: int, hopper: bool) -> str:
-    """The -arch value for a compute capability: ``sm_86``; ``sm_90a`` where a unit asks for it.
-
-    Raises KernelError for a Hopper unit on anything else.
-    """
-    if hopper and (major, minor) != (9, 0):
-        raise KernelError(f"this kernel uses instructions of compute capability 9.0; this GPU has {major}.{minor}")
-    return f"sm_{major}{minor}{'a' if hopper else ''}"
 
 
 def cupy_install_line(cuda_major: int | None = None) -> str:
@@ -101,28 +94,41 @@ def nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
-def compile_units(units: Sequence[CompileUnit], arch: str) -> Cubin:
-    """Compile instances of one source file to machine code for ``arch`` (sm_80, sm_90a, ...).
+def can_compile(row: Architecture) -> bool:
+    """Whether this NVRTC knows the target of a GPU generation. Raises KernelError where NVRTC is missing."""
+    number = _TARGET_NUMBER.search(row.target)
+    assert number is not None
+    return int(number[0]) in _nvrtc().getSupportedArchs()
+
+
+def compile_units(units: Sequence[CompileUnit], row: Architecture) -> Cubin:
+    """Compile instances of one source to machine code for a GPU generation.
 
     Raises KernelError with the compiler's first error line.
     """
     nvrtc = _nvrtc()
     (source,) = {unit.source for unit in units}
-    program = nvrtc.createProgram(kernel_source(source), source, (), ())
+    program = nvrtc.createProgram(source.text, source.file, (), ())
     try:
         for unit in units:
             nvrtc.addNameExpression(program, unit.expression)
         try:
-            nvrtc.compileProgram(program, (f"-arch={arch}", *_OPTIONS))
+            nvrtc.compileProgram(program, compiler_options(source, row))
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
             first = next((line for line in log.splitlines() if "error" in line), str(error))
-            raise KernelError(f"kernel {source} does not compile for {arch}: {first.strip()}") from error
+            raise KernelError(f"kernel {source.file} does not compile for {row.target}: {first.strip()}") from error
         symbols = {unit.expression: nvrtc.getLoweredName(program, unit.expression) for unit in units}
         # The binding drops the last byte of the image.
         return Cubin(nvrtc.getCUBIN(program) + b"\0", symbols, parse_resources(nvrtc.getProgramLog(program)))
     finally:
         nvrtc.destroyProgram(program)
+
+
+def compiler_options(source: KernelSource, row: Architecture) -> tuple[str, ...]:
+    """What the compiler is told besides the source: the target, its features and the source's constants."""
+    features = (f"-DQK_OVERLAP={int(row.overlap)}", f"-DQK_CLUSTERS={int(row.clusters)}")
+    return (f"-arch={row.target}", *features, *source.options, *_OPTIONS)
 
 
 def parse_resources(log: str) -> dict[str, Resources]:
@@ -132,22 +138,24 @@ def parse_resources(log: str) -> dict[str, Resources]:
     for symbol, section in zip(sections[::2], sections[1::2], strict=True):
         frame, stores, loads = (sum(map(int, column)) for column in zip(*_MEMORY.findall(section), strict=True))
         registers = max(map(int, _REGISTERS.findall(section)))
-        resources[symbol] = Resources(registers, frame, stores, loads)
+        shared = max(map(int, _SHARED.findall(section)), default=0)
+        resources[symbol] = Resources(registers, shared, frame, stores, loads)
     return resources
 
 
-def cached_cubin(unit: CompileUnit, arch: str) -> tuple[Path, str]:
+def cached_cubin(unit: CompileUnit, row: Architecture) -> tuple[Path, str]:
     """Path of the unit's cubin in the user's cache and its symbol; compiled on the first call.
 
-    The key covers the whole inlined source, the instance, the target, the options and the NVRTC version. The cubin
-    appears in one rename, after its symbol, so concurrent processes and crashes leave no half-written kernel.
+    The key covers the whole inlined source, the instance, all compiler options (target and constants among them) and
+    the NVRTC version. The cubin appears in one rename, after its symbol, so concurrent processes and crashes leave no
+    half-written kernel.
     """
-    key = repr((kernel_source(unit.source), unit.expression, arch, _OPTIONS, nvrtc_version()))
-    stem = f"{unit.function}-{arch}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    key = repr((unit.source.text, unit.expression, compiler_options(unit.source, row), nvrtc_version()))
+    stem = f"{unit.function}-{row.target}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
     folder = cache_folder() / "kernels"
     cubin, symbol = folder / f"{stem}.cubin", folder / f"{stem}.symbol"
     if not cubin.is_file():
-        compiled = compile_units([unit], arch)
+        compiled = compile_units([unit], row)
         write_whole(symbol, compiled.symbols[unit.expression].encode())
         write_whole(cubin, compiled.image)
     return cubin, symbol.read_text(encoding="utf-8")

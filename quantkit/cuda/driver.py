@@ -1,17 +1,22 @@
-"""The one driver call that CuPy does not offer: launching with attributes, such as an early start or clusters."""
+"""The driver call that queues a kernel, with its arguments and with attributes: an early start, clusters."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import struct
+import threading
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
+from torch import Tensor
+
+from quantkit.cuda.parameters import Argument, Parameter
 from quantkit.errors import KernelError
 
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _ATTRIBUTE_WORDS = 16  # CUlaunchAttributeValue is a union of 64 bytes
-
-Value = ctypes.c_void_p | ctypes.c_int32 | ctypes.c_float
+_WORD_BYTES = 8
 
 
 class _Attribute(ctypes.Structure):
@@ -24,8 +29,12 @@ class _Config(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
+        ("grid_x", ctypes.c_uint),
+        ("grid_y", ctypes.c_uint),
+        ("grid_z", ctypes.c_uint),
+        ("block_x", ctypes.c_uint),
+        ("block_y", ctypes.c_uint),
+        ("block_z", ctypes.c_uint),
         ("shared_mem", ctypes.c_uint),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(_Attribute)),
@@ -36,40 +45,90 @@ class _Config(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL:
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise KernelError("the NVIDIA driver library libcuda.so.1 cannot be loaded; install the driver") from error
+    library.cuLaunchKernelEx.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    return library
 
 
-def launch_with_attributes(
-    function: int,
-    stream: int,
-    *,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    values: Sequence[Value],
-    shared_mem: int,
-    overlap: bool,
-    cluster: int,
-) -> None:
-    """Queue a kernel on a GPU of compute capability 9.0 or later.
-
-    overlap: programmatic dependent launch: it may start once every block of the kernel before it has ended or said so,
-    and must itself wait (griddepcontrol.wait) before it touches anything that other kernels write or read.
-    cluster: blocks along x that run together and see each other's shared memory.
-    function, stream: CUfunction and CUstream handles. values: the arguments, in order.
-    Raises KernelError with the driver's error number.
-    """
+@cache
+def _attributes(overlap: bool, cluster: int) -> ctypes.Array[_Attribute]:
     wanted: dict[int, tuple[int, ...]] = {_CLUSTER_DIMENSION: (cluster, 1, 1)} if cluster > 1 else {}
     wanted |= {_PROGRAMMATIC_STREAM_SERIALIZATION: (1,)} if overlap else {}
     attributes = (_Attribute * len(wanted))()
     for attribute, (number, words) in zip(attributes, wanted.items(), strict=True):
         attribute.id = number
         attribute.value[: len(words)] = words
-    config = _Config(
-        (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(*block), shared_mem, stream, attributes, len(wanted)
-    )
-    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    code = _library().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
-    if code:
-        raise KernelError(f"kernel launch failed with CUDA driver error {code}")
+    return attributes
+
+
+class _Call:
+    """What the driver reads of one launch: values of the parameters, pointers to them, configuration."""
+
+    def __init__(self, codes: str):
+        packed = struct.Struct(f"@{codes}")
+        self.values = (ctypes.c_uint64 * -(-packed.size // _WORD_BYTES))()
+        self.pack_into = packed.pack_into
+        start = ctypes.addressof(self.values)
+        ends = (struct.calcsize(f"@{codes[: i + 1]}") for i in range(len(codes)))
+        places = (start + end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True))
+        self._pointers = (ctypes.c_void_p * len(codes))(*places)
+        self.pointers = ctypes.addressof(self._pointers)
+        self.config = _Config(block_y=1, block_z=1)
+        self.configured = ctypes.addressof(self.config)
+
+
+class LoadedKernel:
+    """A kernel in a GPU's memory, ready to be queued.
+
+    function: CuPy's, whose ``ptr`` is the CUfunction and which keeps the module loaded. parameters: in the kernel's
+    order. checked: whether a launch's arguments were compared with them. Threads may share it: each has a _Call of its
+    own.
+    """
+
+    def __init__(self, function: Any, parameters: tuple[Parameter, ...]):
+        self.function, self.parameters, self.checked = function, parameters, False
+        self._handle: int = function.ptr
+        self._names = tuple(parameter.name for parameter in parameters)
+        self._pointers = tuple(i for i, parameter in enumerate(parameters) if parameter.pointer)
+        self._codes = "".join(parameter.code for parameter in parameters)
+        self._own = threading.local()
+
+    def queue(
+        self,
+        arguments: Mapping[str, Argument],
+        *,
+        grid: tuple[int, ...],
+        block: int,
+        shared_mem: int,
+        stream: int,
+        overlap: bool,
+        cluster: int,
+    ) -> None:
+        """Queue one launch; the arguments are those of ``parameters``, see check_arguments.
+
+        overlap: programmatic dependent launch: the kernel may start once every block of the kernel before it has ended
+        or said so, and must itself wait (griddepcontrol.wait) before it touches anything that other kernels write or
+        read. cluster: blocks along x that run together and see each other's shared memory. stream: CUstream.
+        Raises KernelError for arguments of other names or kinds, and with the driver's error number.
+        """
+        try:
+            call: _Call = self._own.call
+        except AttributeError:
+            call = self._own.call = _Call(self._codes)
+        try:
+            values = [arguments[name] for name in self._names]
+            for i in self._pointers:
+                tensor = values[i]
+                values[i] = tensor.data_ptr() if isinstance(tensor, Tensor) else 0
+            call.pack_into(call.values, 0, *values)
+        except (KeyError, struct.error) as error:
+            raise KernelError(f"kernel launch with a missing argument or one of the wrong kind: {error}") from error
+        config, attributes = call.config, _attributes(overlap, cluster)
+        config.grid_x, config.grid_y, config.grid_z = (*grid, 1, 1)[:3]
+        config.block_x, config.shared_mem, config.stream = block, shared_mem, stream
+        config.attributes, config.attribute_count = attributes, len(attributes)
+        code = _library().cuLaunchKernelEx(call.configured, self._handle, call.pointers, None)
+        if code:
+            raise KernelError(f"kernel launch failed with CUDA driver error {code}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +12,27 @@ from quantkit.assets import asset_folder
 from quantkit.errors import KernelError
 
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]+)"')
+
+
+@dataclass(frozen=True, eq=False)
+class KernelSource:
+    """A .cu file of kernels/ with the numbers that it shares with Python.
+
+    constants: by their names in Python; the source reads BLOCK_ROWS as the macro QK_BLOCK_ROWS.
+    """
+
+    file: str
+    constants: Mapping[str, int]
+
+    @property
+    def text(self) -> str:
+        """The file with its includes. Raises KernelError for a missing file."""
+        return kernel_source(self.file)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The compiler options that hand the constants over."""
+        return tuple(f"-DQK_{name}={int(value)}" for name, value in self.constants.items())
 
 
 @cache

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from quantkit.cuda.capability import GENERATIONS, Capability, capabilities
-from quantkit.ops.bipolar.launch import path_table
+from quantkit.cuda.architectures import ARCHITECTURES, Capability, architecture, capabilities
+from quantkit.errors import KernelError
+from quantkit.ops.bipolar.plan import path_table
 
 # package -> (what it is for, the extra that installs it)
 _PACKAGES: dict[str, tuple[str, str]] = {
@@ -48,11 +49,15 @@ class Package:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU with its capability table. bipolar_paths: (widths, kernel, why) for many tokens, every pair of widths."""
+    """One GPU with its capability table. bipolar_paths: (widths, kernel, why) for many tokens, every pair of widths.
+
+    verified: how far the kernels are tested on its generation; why there are none, with empty tables, on old ones.
+    """
 
     name: str
     compute_capability: tuple[int, int]
     memory_bytes: int
+    verified: str
     capabilities: tuple[Capability, ...]
     bipolar_paths: tuple[tuple[str, str, str], ...]
 
@@ -84,7 +89,7 @@ def diagnose() -> Diagnosis:
         torch_cuda=torch.version.cuda,
         packages=packages,
         gpus=gpus,
-        generations={known.name: capabilities(*known.compute_capability) for known in GENERATIONS},
+        generations={row.heading: capabilities(row) for row in ARCHITECTURES.values()},
         kernels=_kernel_verdict(packages, gpus),
     )
 
@@ -101,20 +106,21 @@ def _package(name: str, purpose: str, extra: str) -> Package:
 
 def _gpu(index: int) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
-    compute_capability = (properties.major, properties.minor)
-    return Gpu(
-        properties.name,
-        compute_capability,
-        properties.total_memory,
-        capabilities(*compute_capability),
-        tuple(path_table(*compute_capability)),
-    )
+    about = properties.name, (properties.major, properties.minor), properties.total_memory
+    try:
+        row = architecture(properties.major, properties.minor)
+    except KernelError as error:
+        return Gpu(*about, str(error), (), ())
+    return Gpu(*about, row.verified, capabilities(row), tuple(path_table(row)))
 
 
 def _kernel_verdict(packages: tuple[Package, ...], gpus: tuple[Gpu, ...]) -> str:
     if not gpus:
         return "no NVIDIA GPU: models on the CPU run on the PyTorch reference, slowly but exactly"
     missing = next((p for p in packages if p.name == "cupy" and p.version is None), None)
+    unsupported = next((gpu for gpu in gpus if not gpu.capabilities), None)
+    if unsupported is not None:
+        return f"{unsupported.name}: {unsupported.verified}"
     if missing is not None:
         return f"CuPy is missing, so the GPU runs no quantized model: {missing.pip_line} (CUDA 12: quantkit[cuda12])"
     return "kernels are compiled for the GPU on first use"

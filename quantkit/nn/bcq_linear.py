@@ -8,8 +8,8 @@ from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import BcqSpec, BcqTensors
 from quantkit.ops.bcq.autotune import ensure_measured
 from quantkit.ops.bcq.layout import BcqTiles, tile, untile
-from quantkit.ops.bcq.op import bcq_finished, bcq_linear, bcq_linear_prepared
-from quantkit.ops.epilogue import Finish
+from quantkit.ops.bcq.op import bcq_linear, bcq_linear_prepared, bcq_linear_with_epilogue
+from quantkit.ops.epilogue import Epilogue
 
 
 def forward(spec: BcqSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -46,13 +46,13 @@ def prepared_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, 
         bias,
         shape[0],
         spec.group_size,
-        settled=True,
+        weights_ready=True,
         factor_tiles=prepared.get("factor_tiles"),
     )
 
 
-def finished_forward(
-    spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None, finish: Finish
+def epilogue_forward(
+    spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None, epilogue: Epilogue
 ) -> Tensor:
-    """``finish`` of ``prepared_forward``, in the same kernel."""
-    return bcq_finished(x, _weight(spec, prepared, shape), bias, finish)
+    """The epilogue of ``prepared_forward``, in the same kernel."""
+    return bcq_linear_with_epilogue(x, _weight(spec, prepared, shape), bias, epilogue)

@@ -8,19 +8,19 @@ from math import prod
 import torch
 from torch import Tensor
 
+from quantkit.cuda.device import gpu_of
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.flatten import FlattenSpec
-from quantkit.ops.flatten.launch import LIBRARY_PRODUCT, device_path
+from quantkit.ops.flatten.layout import column_slots, tile_codes, untile_codes
 from quantkit.ops.flatten.op import (
     flatten_quantize,
     flatten_quantize_tiles,
     int8_gemm,
+    int8_gemm_requantize,
     int8_gemm_tiles,
     multiplier,
-    tile_codes,
-    untile_codes,
 )
-from quantkit.ops.flatten.requantize import column_slots, int8_gemm_requantize
+from quantkit.ops.flatten.plan import multiplies_int4
 
 _INT4 = 4
 _MADE_FOR_KERNELS = ("tiles", "multiplier", "slots", "slot_starts")
@@ -49,24 +49,16 @@ def forward(spec: FlattenSpec, tensors: Tensors, x: Tensor, bias: Tensor | None)
 
 
 def prepare(spec: FlattenSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
-    """The codes in tile order, INT4 still as nibbles, the multiplier of activations and the columns by channel.
-
-    As they are where the library multiplies them.
-    """
-    codes = tensors["codes"]
-    if codes.is_cuda and device_path(codes.device).kernel == LIBRARY_PRODUCT:
-        return dict(tensors)
+    """The codes in tile order, INT4 still as nibbles, the multiplier of activations and the columns by channel."""
     rest = {name: tensor for name, tensor in tensors.items() if name != "codes"}
     factors = multiplier(tensors["act_scale"], tensors.get("smooth_scale"))
     slots, slot_starts = column_slots(tensors["source_channel"], tensors["source_segment"], shape[1])
-    made = tile_codes(codes, weight=True), factors, slots, slot_starts
+    made = tile_codes(tensors["codes"], weight=True), factors, slots, slot_starts
     return {**dict(zip(_MADE_FOR_KERNELS, made, strict=True)), **rest}
 
 
 def restore(spec: FlattenSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
     """Exact inverse of prepare."""
-    if "tiles" not in tensors:
-        return dict(tensors)
     rest = {name: tensor for name, tensor in tensors.items() if name not in _MADE_FOR_KERNELS}
     return {"codes": untile_codes(tensors["tiles"], shape[0], spec.extended_channels, weight=True), **rest}
 
@@ -76,8 +68,6 @@ def prepared_forward(
 ) -> Tensor:
     """As forward, on prepared tensors; x may be there as codes already."""
     if isinstance(x, Tensor):
-        if "tiles" not in tensors:
-            return forward(spec, tensors, x, bias)
         x = quantized(spec, tensors, shape, x)
     scales = tensors["act_scale"], tensors["weight_scale"]
     y = int8_gemm_tiles(x.tiles, tensors["tiles"], *scales, bias, prod(x.leading), shape[0], x.dtype)
@@ -87,7 +77,7 @@ def prepared_forward(
 def takes_codes(spec: FlattenSpec, tensors: Tensors) -> bool:
     """Whether another product can write this layer's activation codes.
 
-    Not where the library multiplies, nor nibbles: two columns of one byte may come from different blocks of threads.
+    Not where it is not prepared, nor nibbles: two columns of one byte may come from different blocks of threads.
     """
     return "tiles" in tensors and not _packs_activations(spec, tensors["tiles"].device)
 
@@ -133,4 +123,4 @@ def quantized(spec: FlattenSpec, tensors: Tensors, shape: Shape, x: Tensor) -> A
 def _packs_activations(spec: FlattenSpec, where: torch.device) -> bool:
     """Whether activations go as nibbles too, for INT4 products."""
     both = spec.weight_bits == spec.act_bits == _INT4
-    return both and where.type == "cuda" and device_path(where).int4
+    return both and where.type == "cuda" and multiplies_int4(gpu_of(where).architecture)

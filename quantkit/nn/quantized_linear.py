@@ -42,8 +42,8 @@ class QuantizedLinear(nn.Module):
     @classmethod
     def from_packed(cls, packed: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
         """The module holding a quantizer's result; ``bias`` is copied in ``dtype``."""
-        rows, columns = packed.shape
-        module = cls(packed.spec, columns, rows, bias is not None, dtype, device="meta")
+        out_features, in_features = packed.shape
+        module = cls(packed.spec, in_features, out_features, bias is not None, dtype, device="meta")
         for name, tensor in packed.tensors.items():
             setattr(module, name, _frozen(tensor.contiguous()))
         if bias is not None:

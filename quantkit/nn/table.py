@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.formats.base import Shape, Tensors
 from quantkit.nn import bcq_linear, bipolar_linear, flatten_linear
-from quantkit.ops.epilogue import Finish
+from quantkit.ops.epilogue import Epilogue
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class LinearRow:
         read; None where the kernels read the canonical order.
     restore: the exact inverse of prepare, for saving.
     prepared_forward: (spec, prepared tensors, shape, x, bias) -> as forward.
-    finished_forward: (spec, prepared tensors, shape, x, bias, finish) -> ``finish`` of it; None where no kernel can.
+    epilogue_forward: (spec, prepared tensors, shape, x, bias, epilogue) -> its epilogue; None where no kernel has one.
     """
 
     forward: Callable[[Any, Tensors, Tensor, Tensor | None], Tensor]
     prepare: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
     restore: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
     prepared_forward: Callable[[Any, Tensors, Shape, Tensor, Tensor | None], Tensor] | None = None
-    finished_forward: Callable[[Any, Tensors, Shape, Tensor, Tensor | None, Finish], Tensor] | None = None
+    epilogue_forward: Callable[[Any, Tensors, Shape, Tensor, Tensor | None, Epilogue], Tensor] | None = None
 
 
 LINEARS: dict[str, LinearRow] = {
@@ -38,7 +38,7 @@ LINEARS: dict[str, LinearRow] = {
         prepare=bcq_linear.prepare,
         restore=bcq_linear.restore,
         prepared_forward=bcq_linear.prepared_forward,
-        finished_forward=bcq_linear.finished_forward,
+        epilogue_forward=bcq_linear.epilogue_forward,
     ),
     "bipolar": LinearRow(
         forward=bipolar_linear.forward,

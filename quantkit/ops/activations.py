@@ -16,7 +16,7 @@ from torch.nn.functional import gelu, relu, silu
 class Activation:
     """One function of torch or transformers.
 
-    number: in kernels/shared/activation.cuh. apply: elementwise, in the type of its argument; every step rounds to it.
+    number: as kernels take it. apply: elementwise, in the type of its argument; every step rounds to it.
     exact: the kernel's bits are torch's by construction; elsewhere they hang on both having the same tanh, erf or exp.
     """
 

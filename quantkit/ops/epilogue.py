@@ -1,4 +1,4 @@
-"""What may follow a product without a kernel of its own: an activation function, then a residual addition."""
+"""The epilogue of a product: an activation function, then a residual addition, without a kernel of their own."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import Tensor
 from quantkit.errors import KernelError
 from quantkit.ops.activations import ACTIVATIONS
 
-_NO_ACTIVATION = -1  # as kernels/shared/epilogue.cuh numbers it
+NO_ACTIVATION = -1
+"""Where kernels take the number of an activation function."""
 
 
 @dataclass(frozen=True, eq=False)
-class Finish:
+class Epilogue:
     """residual + activation(y) for a product y [..., N].
 
     activation: of ACTIVATIONS, or None. residual: of y's shape and type, or None.
@@ -24,8 +25,8 @@ class Finish:
 
     @property
     def number(self) -> int:
-        """The activation as kernels/shared/epilogue.cuh numbers it."""
-        return _NO_ACTIVATION if self.activation is None else ACTIVATIONS[self.activation].number
+        """The activation as kernels take it."""
+        return NO_ACTIVATION if self.activation is None else ACTIVATIONS[self.activation].number
 
     def addend(self, y: Tensor) -> Tensor | None:
         """The residual as the kernels read it beside y [M, N]. Raises KernelError where shape or type differ."""
@@ -39,12 +40,12 @@ class Finish:
         return self.residual.contiguous()
 
 
-AS_IT_IS = Finish()
-"""Nothing follows."""
+NO_EPILOGUE = Epilogue()
+"""y as it is."""
 
 
-def finished(y: Tensor, finish: Finish) -> Tensor:
-    """``finish`` of y by torch, every step rounding to y's type: what the kernels do to the bit, up to tanh and exp."""
-    if finish.activation is not None:
-        y = ACTIVATIONS[finish.activation].apply(y)
-    return y if finish.residual is None else finish.residual.view_as(y) + y
+def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
+    """The epilogue of y by torch, every step rounding to y's type: the kernels' bits, up to tanh and exp."""
+    if epilogue.activation is not None:
+        y = ACTIVATIONS[epilogue.activation].apply(y)
+    return y if epilogue.residual is None else epilogue.residual.view_as(y) + y

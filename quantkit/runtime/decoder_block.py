@@ -18,8 +18,9 @@ from quantkit.models.families import ResidualBlock, decoder_blocks, family_of
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import LINEARS
 from quantkit.ops.activations import activation_name
-from quantkit.ops.decode.op import can_gate, gated
-from quantkit.ops.epilogue import Finish
+from quantkit.ops.decode.layout import can_gate
+from quantkit.ops.decode.op import gated
+from quantkit.ops.epilogue import Epilogue
 from quantkit.runtime.norms import FastNorm, fast_norm
 
 
@@ -133,11 +134,11 @@ def _finishes(module: nn.Module) -> bool:
     """Whether the module's product has a kernel for what follows it."""
     if not isinstance(module, QuantizedLinear) or not module.prepared or module.follower is not None:
         return False
-    return LINEARS[module.format_name].finished_forward is not None
+    return LINEARS[module.format_name].epilogue_forward is not None
 
 
 def _finished(module: Any, x: Tensor, *, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
-    forward = LINEARS[module.format_name].finished_forward
+    forward = LINEARS[module.format_name].epilogue_forward
     assert forward is not None
-    finish = Finish(activation, residual)
-    return forward(module.spec, module.held, module.shape, x, module.bias, finish)
+    epilogue = Epilogue(activation, residual)
+    return forward(module.spec, module.held, module.shape, x, module.bias, epilogue)

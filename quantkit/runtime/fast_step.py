@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import BenchError
-from quantkit.ops.decode.op import Token, attention, can_attend, can_turn
+from quantkit.ops.decode.launch import Token
+from quantkit.ops.decode.layout import can_attend, can_rotate
+from quantkit.ops.decode.op import attention
 from quantkit.runtime.decoder_block import FastBlock, QueryScale
 from quantkit.runtime.merged_linears import Siblings
 from quantkit.runtime.norms import fast_norm
@@ -176,7 +178,7 @@ def _attend(
 def _turned(query: Tensor, token: Token, turn: Turn, by_kernel: bool) -> tuple[Tensor, Token]:
     """Query and token with their rotation behind them, or with all that the attention kernel needs for it."""
     by = turn.cosine, turn.sine
-    if by_kernel and can_turn(query, by):
-        return query, replace(token, turn=by)
+    if by_kernel and can_rotate(query, by):
+        return query, replace(token, rotary=by)
     query, key = turn.rotate(query, token.key, *by)
     return query, replace(token, key=key)

@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from quantkit.checkpoint.config import ATTENTION_BITS, AttentionScales
 from quantkit.errors import ModelError
-from quantkit.ops.attention.op import MOST
+from quantkit.ops.attention.instances import MOST_CODE
 from quantkit.ops.attention.op import int8_attention as int8_attention_op
 from quantkit.progress import track
 
@@ -62,7 +62,7 @@ def calibrate(model: Any, windows: Tensor) -> dict[str, AttentionScales]:
     for name, module in model.named_modules():
         peaks = module.__dict__.pop(_PEAKS, None)
         if peaks is not None:
-            steps = (peaks.clamp(min=torch.finfo(torch.float32).tiny) / MOST).tolist()
+            steps = (peaks.clamp(min=torch.finfo(torch.float32).tiny) / MOST_CODE).tolist()
             scales[name] = AttentionScales(*steps)
     if not scales:
         raise ModelError(f"{type(model).__name__}: no attention module called the attention function")

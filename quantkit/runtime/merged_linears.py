@@ -20,7 +20,7 @@ from quantkit.models.families import decoder_blocks, family_of
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import LINEARS
 from quantkit.ops.bcq.autotune import ensure_measured
-from quantkit.ops.bcq.instances import TILE_ROWS
+from quantkit.ops.bcq.instances import TILE_N
 from quantkit.ops.bcq.layout import BcqTiles
 
 Product = Callable[[Tensor], Tensor]
@@ -101,7 +101,7 @@ def _join(modules: Sequence[Any]) -> Product | None:
 
 def _is_tiled(module: Any) -> bool:
     packed = isinstance(module, QuantizedLinear) and isinstance(module.spec, BcqSpec)
-    return packed and module.prepared and module.out_features % TILE_ROWS == 0
+    return packed and module.prepared and module.out_features % TILE_N == 0
 
 
 def _join_tiles(modules: Sequence[QuantizedLinear]) -> Product:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quantkit.ops.decode.op import add_norm, can_norm, norm
+from quantkit.ops.decode.layout import can_norm
+from quantkit.ops.decode.op import add_norm, norm
 
 _RMS_NORM = "RMSNorm"  # how transformers' classes of that kind end
 

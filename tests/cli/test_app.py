@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 import quantkit
 from quantkit.cli.app import app
+from quantkit.cuda.architectures import ARCHITECTURES
 from tests.tiny import sample_text
 
 
@@ -30,13 +32,31 @@ def test_doctor_names_what_is_missing_and_how_to_add_it(tmp_path: Path) -> None:
 
 def test_doctor_shows_every_generation_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    lines = CliRunner().invoke(app, ["doctor"]).stdout.splitlines()
+    lines = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).stdout.splitlines()
+    (heading,) = (line for line in lines if "Hopper 9.0" in line)
+    assert [row.heading for row in ARCHITECTURES.values() if row.heading not in heading] == []
+    assert heading.count("untested") == 2
     (wgmma,) = (line for line in lines if "wgmma b1" in line)
-    assert [word for word in wgmma.split() if word in ("native", "emulated", "missing")] == [
-        "missing",
-        "native",
-        "missing",
-    ]
+    support = [word for word in wgmma.split() if word in ("native", "emulated", "missing")]
+    assert support == ["missing", "missing", "missing", "native", "missing", "missing"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((9, 0), "tested and measured"), ((12, 1), "untested"), ((7, 5), "8.0 or later; this one has 7.5")],
+    ids=["hopper", "newer", "older"],
+)
+def test_doctor_says_how_far_the_kernels_are_tested_on_a_gpu(
+    capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major, minor = capability
+    properties = SimpleNamespace(name="Some GPU", major=major, minor=minor, total_memory=1 << 36)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
+    result = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.stderr
+    (line,) = (line for line in result.stdout.splitlines() if "GPUs" in line)
+    assert expected in line
 
 
 def test_program_runs_the_main_job_as_a_process(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -1,37 +1,56 @@
 import importlib.util
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 from quantkit.cuda import compile as units
-from quantkit.cuda.compile import CompileUnit, cached_cubin, compile_units, parse_resources, target
+from quantkit.cuda.architectures import ARCHITECTURES, Architecture
+from quantkit.cuda.compile import (
+    CompileUnit,
+    cached_cubin,
+    can_compile,
+    compile_units,
+    compiler_options,
+    parse_resources,
+)
+from quantkit.cuda.source import KernelSource
 from quantkit.errors import KernelError
-from quantkit.ops.instances import COMPILED_CAPABILITIES, all_units
+from quantkit.ops.constants import SHARED_CONSTANTS
+from quantkit.ops.instances import all_units
 
 needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="CuPy is not installed")
 WORKERS = os.cpu_count() or 1
-FILES = sorted({unit.source for cc in COMPILED_CAPABILITIES for unit in all_units(*cc)})
+SAMPLED = 25  # of untested generations one instance in so many, of every kernel at least one
+AMPERE, HOPPER = ARCHITECTURES[8, 0], ARCHITECTURES[9, 0]
 
 
 def test_expression_spells_booleans_as_cpp() -> None:
-    assert CompileUnit("a.cu", "f", (4, True)).expression == "f<4, true>"
-    assert CompileUnit("a.cu", "f").expression == "f"
+    source = KernelSource("a.cu", {})
+    assert CompileUnit(source, "f", (4, True)).expression == "f<4, true>"
+    assert CompileUnit(source, "f").expression == "f"
 
 
-def test_hopper_units_target_sm_90a_and_nothing_else() -> None:
-    assert target(9, 0, hopper=True) == "sm_90a"
-    assert target(8, 6, hopper=False) == "sm_86"
-    with pytest.raises(KernelError, match=r"9\.0; this GPU has 8\.6"):
-        target(8, 6, hopper=True)
+def test_the_compiler_is_told_target_features_and_constants() -> None:
+    source = KernelSource("a.cu", {"ROWS": 64, "LEAST": -1})
+    assert compiler_options(source, HOPPER)[:5] == (
+        "-arch=sm_90a",
+        "-DQK_OVERLAP=1",
+        "-DQK_CLUSTERS=1",
+        "-DQK_ROWS=64",
+        "-DQK_LEAST=-1",
+    )
+    assert compiler_options(source, AMPERE)[:3] == ("-arch=sm_80", "-DQK_OVERLAP=0", "-DQK_CLUSTERS=0")
 
 
 def test_ptxas_report_is_read_per_kernel() -> None:
     log = (
         "ptxas info    : Compiling entry function 'one' for 'sm_90'\nptxas info    : Function properties for one\n"
         "ptxas         .     16 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads\n"
-        "ptxas info    : Used 40 registers, used 1 barriers\n"
+        "ptxas info    : Used 40 registers, used 1 barriers, 2048 bytes smem, 400 bytes cmem[0]\n"
         "ptxas info    : Function properties for helper\n"
         "ptxas         .     8 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info    : Compiling entry function 'two' for 'sm_90'\n"
@@ -39,49 +58,99 @@ def test_ptxas_report_is_read_per_kernel() -> None:
         "ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info    : Used 12 registers\n"
     )
-    assert parse_resources(log) == {"one": units.Resources(40, 24, 4, 8), "two": units.Resources(12, 0, 0, 0)}
+    assert parse_resources(log) == {"one": units.Resources(40, 2048, 24, 4, 8), "two": units.Resources(12, 0, 0, 0, 0)}
 
 
 @needs_nvrtc
 def test_compile_error_is_one_line_with_file_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "kernel_source", lambda file: '#line 7 "bad.cu"\n__global__ void f() { nonsense; }\n')
+    monkeypatch.setattr(KernelSource, "text", '#line 7 "bad.cu"\n__global__ void f() { nonsense; }\n')
     with pytest.raises(KernelError, match=r'bad\.cu\(7\): error: identifier "nonsense"') as caught:
-        compile_units([CompileUnit("bad.cu", "f")], "sm_80")
+        compile_units([CompileUnit(KernelSource("bad.cu", {}), "f")], AMPERE)
     assert "\n" not in str(caught.value)
 
 
 @needs_nvrtc
-def test_cubin_is_cached_whole_and_keyed_by_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    unit = CompileUnit("tiny.cu", "tiny", (3,))
-    source = "template <int k> __global__ void tiny(int* p) { *p = k; }"
-    monkeypatch.setattr(units, "kernel_source", lambda file: source)
-    path, symbol = cached_cubin(unit, "sm_80")
-    assert path.read_bytes()[:4] == b"\x7fELF"
-    assert "tiny" in symbol
-    written = path.stat().st_mtime_ns
-    assert cached_cubin(unit, "sm_80") == (path, symbol)
-    assert path.stat().st_mtime_ns == written
-    assert sorted(file.suffix for file in path.parent.iterdir()) == [".cubin", ".symbol"]
-    source += "// changed"
-    assert cached_cubin(unit, "sm_80")[0] != path
-
-
-def _spilling(batch: list[CompileUnit], arch: str) -> list[str]:
-    cubin = compile_units(batch, arch)
-    used = {unit.expression: cubin.resources[cubin.symbols[unit.expression]] for unit in batch}
-    return [name for name, it in used.items() if it.stack_frame or it.spill_stores or it.spill_loads]
+def test_a_constant_that_is_not_handed_over_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KernelSource, "text", "__global__ void f(int* p) { *p = QK_ROWS; }\n")
+    with pytest.raises(KernelError, match="QK_ROWS"):
+        compile_units([CompileUnit(KernelSource("a.cu", {}), "f")], AMPERE)
+    assert compile_units([CompileUnit(KernelSource("a.cu", {"ROWS": 64}), "f")], AMPERE).image
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("capability", COMPILED_CAPABILITIES, ids=lambda cc: f"sm_{cc[0]}{cc[1]}")
-@pytest.mark.parametrize("file", FILES)
-def test_every_instance_compiles_without_spills(file: str, capability: tuple[int, int]) -> None:
-    wanted = [unit for unit in all_units(*capability) if unit.source == file]
-    batches = []
-    for hopper in (False, True):
-        same = [unit for unit in wanted if unit.hopper is hopper]
-        batches += [(same[i::WORKERS], target(*capability, hopper)) for i in range(WORKERS) if same[i::WORKERS]]
+def test_cubin_is_cached_whole_and_keyed_by_source_constants_and_target(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text = "template <int k> __global__ void tiny(int* p) { *p = k * QK_ROWS; }"
+    monkeypatch.setattr(KernelSource, "text", text)
+
+    def cubin(rows: int = 64, row: Architecture = AMPERE) -> tuple[Path, str]:
+        return cached_cubin(CompileUnit(KernelSource("tiny.cu", {"ROWS": rows}), "tiny", (3,)), row)
+
+    path, symbol = cubin()
+    assert path.read_bytes()[:4] == b"\x7fELF"
+    assert "tiny" in symbol
+    written = path.stat().st_mtime_ns
+    assert cubin() == (path, symbol)
+    assert path.stat().st_mtime_ns == written
+    assert sorted(file.suffix for file in path.parent.iterdir()) == [".cubin", ".symbol"]
+    assert cubin(rows=32)[0] != path
+    assert cubin(row=HOPPER)[0] != path
+    monkeypatch.setattr(KernelSource, "text", text + "// changed")
+    assert cubin()[0] != path
+
+
+def _compiled(row: Architecture) -> list[CompileUnit]:
+    """What CI compiles for a generation: every instance, or of an untested one a sample with every kernel in it."""
+    wanted = list(dict.fromkeys(all_units(row)))
+    if row.tested:
+        return wanted
+    kernels = groupby(sorted(wanted, key=lambda unit: unit.function), key=lambda unit: unit.function)
+    return [unit for _, instances in kernels for unit in list(instances)[::SAMPLED]]
+
+
+# Generations whose GPUs run the same machine code are compiled once.
+JOBS = {
+    (unit.source.file, row.target): (row, unit.source)
+    for row in ARCHITECTURES.values()
+    for unit in _compiled(row)
+    if row is next(other for other in ARCHITECTURES.values() if other.target == row.target)
+}
+
+
+def _faults(batch: list[CompileUnit], row: Architecture) -> list[str]:
+    """Instances whose shared memory is more than a block has, or that spill where the kernels are tested."""
+    cubin = compile_units(batch, row)
+    used = {unit: cubin.resources[cubin.symbols[unit.expression]] for unit in batch}
+    spilling = [unit.expression for unit, it in used.items() if it.stack_frame or it.spill_stores or it.spill_loads]
+    large = [unit.expression for unit, it in used.items() if it.shared + unit.shared_mem > row.shared_limit()]
+    return spilling + large if row.tested else large
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("row", "source"), JOBS.values(), ids=[f"{file}-{target}" for file, target in JOBS])
+def test_instances_compile_without_spills_and_fit_shared_memory(row: Architecture, source: KernelSource) -> None:
+    if not can_compile(row):
+        pytest.skip(f"this NVRTC does not know {row.target}")
+    wanted = [unit for unit in _compiled(row) if unit.source is source]
+    batches = [wanted[i::WORKERS] for i in range(WORKERS) if wanted[i::WORKERS]]
     with ThreadPoolExecutor(WORKERS) as pool:  # NVRTC compiles outside the interpreter's lock
-        spilling = [name for names in pool.map(lambda batch: _spilling(*batch), batches) for name in names]
-    assert not spilling
+        assert not [name for names in pool.map(lambda batch: _faults(batch, row), batches) for name in names]
+
+
+def test_every_kernel_of_every_generation_is_among_the_compiled() -> None:
+    for row in ARCHITECTURES.values():
+        assert {unit.function for unit in _compiled(row)} == {unit.function for unit in all_units(row)}
+
+
+def test_constants_are_those_that_the_sources_use() -> None:
+    """Every macro in a source is handed over, and a family hands nothing over that none of its sources reads."""
+    sources = {unit.source for row in ARCHITECTURES.values() for unit in all_units(row)}
+    used = {source: set(re.findall(r"\bQK_(\w+)", source.text)) for source in sources}
+    for source in sources:
+        assert used[source] <= {*source.constants, "OVERLAP", "CLUSTERS"}, source.file
+    for family in {source.file.split("/")[0] for source in sources}:
+        own = [source for source in sources if source.file.startswith(f"{family}/")]
+        handed_over = {name for source in own for name in source.constants} - SHARED_CONSTANTS.keys()
+        assert handed_over <= {name for source in own for name in used[source]}, family

@@ -1,81 +1,93 @@
 """Kernels' own tests once more under compute-sanitizer: no access outside a tensor, no race in shared memory.
 
-Only quantkit's kernels are watched: cuBLAS has hazards of its own. Every tensor is an allocation of its own, so that an
-access behind its end is seen; graphs need torch's allocator and are left out.
+They are the samples of every op (the OPS table) and the tests with the mark ``sanitize``. Only quantkit's kernels are
+watched: cuBLAS has hazards of its own. Every tensor is an allocation of its own, so that an access behind its end is
+seen; graphs need torch's allocator and are left out.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from quantkit.cuda.architectures import ARCHITECTURES
+from quantkit.ops.instances import INSTANCES
+from quantkit.ops.registry import OPS
+from tests.ops import test_epilogue, test_registry
+from tests.ops.table import NAMES
+
 ROOT = Path(__file__).parents[2]
 ERRORS_FOUND = 9
+SELECTED = ("-m", "cuda and sanitize", "-p", "no:cacheprovider")
+# Family, and what the names of the kernels contain that are watched in one run.
+WATCHED = (
+    ("bcq", "bcq"),
+    ("bipolar", "bipolar"),
+    ("decode", "decode"),
+    ("flatten", "flattenQuantize"),
+    ("flatten", "int8"),
+    ("attention", "int8Attention"),
+)
 
 
-@dataclass(frozen=True)
-class Subset:
-    """Tests on odd shapes.
-
-    files: in tests/ops. chosen: pytest's -k. kernels: how the names of what they launch begin.
-    """
-
-    files: tuple[str, ...]
-    chosen: str
-    kernels: str
+def _tests(family: str) -> list[str]:
+    """The family's tests, and the samples of its ops."""
+    samples = f"{Path(test_registry.__file__).relative_to(ROOT)}::{_SAMPLES.__name__}"
+    ops = [name for name in NAMES if OPS[name].arguments.__module__.split(".")[2] == family]
+    more = [str(Path(test_epilogue.__file__).relative_to(ROOT))] if family == "bcq" else []
+    return [f"tests/ops/{family}", *more, *(f"{samples}[{name}]" for name in ops)]
 
 
-SUBSETS = {
-    "bcq": Subset(
-        ("test_bcq.py", "test_finish.py"),
-        "(matches_fp64 and (q1- or q3-) and (257x1000 or 96x777 or 40x500 or 50x24700))"
-        " or (at_every_token_count and (257x1000 or 130x777 or 320x1280)) or every_function_is_applied",
-        "bcq",
-    ),
-    "decode": Subset(
-        ("test_decode.py",),
-        "match_torch or normed_as_if or scaled_and_rounded or are_turned or attention_matches",
-        "decode",
-    ),
-    "flatten": Subset(
-        ("test_flatten_kernels.py",), "(quantizer_gives and (20-32 or 999)) or rows_that_are_not_aligned", "flatten"
-    ),
-    "int8": Subset(
-        ("test_flatten_kernels.py", "test_flatten_requantize.py"),
-        "expansion or (wgmma_tile_equals and float16) or products_equal or (one_by_one and relu) or nibble",
-        "int8",
-    ),
-    "attention": Subset(("test_int8_attention.py",), "match_the_reference or start_anywhere", "int8Attention"),
-    "bipolar": Subset(
-        ("test_bipolar_kernels.py",),
-        "expansion or (wgmma_tile_equals and float16) or (warp_products and (w1a1- or w2a3-)) or gemv_equals"
-        " or (quantizer_gives and (K40 or K1030))",
-        "bipolar",
-    ),
-}
+_SAMPLES = test_registry.test_kernels_give_what_the_reference_gives
+
+
+def test_every_kernel_is_watched() -> None:
+    for family, enumerate_units in INSTANCES.items():
+        parts = [part for watched, part in WATCHED if watched == family]
+        for row in ARCHITECTURES.values():
+            for function in {unit.function for unit in enumerate_units(row)}:
+                assert any(part in function for part in parts), function
+
+
+def _is_marked(test: Any) -> bool:
+    """Whether all or some instances of a test run under the sanitizer, which only watches a GPU."""
+    marks = {mark.name: mark for mark in getattr(test, "pytestmark", ())}
+    values = [value for mark in getattr(test, "pytestmark", ()) if mark.name == "parametrize" for value in mark.args[1]]
+    chosen = "sanitize" in marks or any(
+        mark.name == "sanitize" for value in values for mark in getattr(value, "marks", ())
+    )
+    return chosen and ("cuda" in marks or "device" in inspect.signature(test).parameters)
+
+
+@pytest.mark.parametrize("family", INSTANCES)
+def test_every_family_has_tests_to_run(family: str) -> None:
+    modules = [
+        import_module(f"tests.ops.{family}.{path.stem}") for path in Path(__file__).parent.glob(f"{family}/test_*.py")
+    ]
+    tests = [value for module in modules for name, value in vars(module).items() if name.startswith("test_")]
+    assert any(map(_is_marked, tests))
+    assert _is_marked(_SAMPLES)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("name", SUBSETS)
-def test_no_kernel_leaves_its_memory_or_races(name: str, tool: str) -> None:
+@pytest.mark.parametrize(("family", "part"), WATCHED)
+def test_no_kernel_leaves_its_memory_or_races(family: str, part: str, tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    subset = SUBSETS[name]
-    watch = [sanitizer, "--tool", tool, "--error-exitcode", str(ERRORS_FOUND), "--kernel-name", f"kns={subset.kernels}"]
-    pytest_call = [sys.executable, "-m", "pytest", "-m", "cuda", "-k", subset.chosen, "-p", "no:cacheprovider"]
-    files = [str(Path("tests", "ops", file)) for file in subset.files]
+    watch = [sanitizer, "--tool", tool, "--error-exitcode", str(ERRORS_FOUND), "--kernel-name", f"kns={part}"]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(
-        [*watch, *pytest_call, *files], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    run = [*watch, sys.executable, "-m", "pytest", *SELECTED, *_tests(family)]
+    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert re.search(r"[1-9]\d* passed", done.stdout)

@@ -16,7 +16,7 @@ from quantkit.checkpoint.config import AttentionScales
 from quantkit.errors import CalibrationError, ModelError, RecipeError
 from quantkit.jobs.quantize import quantize_model
 from quantkit.models.loading import load_model
-from quantkit.ops.attention.op import int8_attention_reference
+from quantkit.ops.attention.op import Int8Attention, int8_attention_reference
 from quantkit.recipe import load_recipe
 from quantkit.runtime import int8_attention as integration
 from quantkit.runtime.int8_attention import calibrate, install, int8_attention
@@ -170,7 +170,7 @@ def test_no_mask_is_made_where_attention_is_plainly_causal(
 
     def watched(*given: Any) -> Tensor:
         masks.append((given[3] is not None, given[6]))
-        return int8_attention_reference(*given)
+        return int8_attention_reference(Int8Attention(*given))
 
     monkeypatch.setattr(integration, "int8_attention_op", watched)
     model, _ = load_model(str(tiny_model("llama")))

@@ -1,7 +1,7 @@
-"""Which bcq kernel runs how many rows: measured once per GPU and shape class, kept in the user's cache.
+"""Which bcq kernel multiplies how many tokens: measured once per GPU and shape class, kept in the user's cache.
 
-The table is ``kernels/bcq_choice.json`` in quantkit's cache folder: {GPU: {shape class: {rows: kernel}}}, where GPU is
-its name and a digest of the kernels, so that other kernels are measured anew. Editing an entry overrides the choice;
+The table is ``kernels/bcq_autotune.json`` in quantkit's cache folder: {GPU: {shape class: {tokens: kernel}}}, where GPU
+is its name and a digest of the kernels, so that other kernels are measured anew. Editing an entry overrides it;
 deleting one has it measured again when a layer of that class is next prepared.
 """
 
@@ -19,93 +19,97 @@ import torch
 from torch import Tensor
 
 from quantkit.assets import cache_folder
-from quantkit.cuda.capability import BINARY_MMA, Support, support
+from quantkit.cuda.architectures import Architecture, Kernel
 from quantkit.cuda.compile import write_whole
-from quantkit.cuda.device import compute_capability
-from quantkit.cuda.source import kernel_source
+from quantkit.cuda.device import gpu_of
 from quantkit.cuda.timing import cold_seconds
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import CODE_BITS
-from quantkit.ops.bcq.launch import BINARY, DEQUANTIZE, INT8, KERNELS, LUT, binary_segment, candidates, product
+from quantkit.ops.bcq.instances import SOURCES
+from quantkit.ops.bcq.launch import binary_segment, candidates, product
 from quantkit.ops.bcq.layout import BcqTiles
 
-ROW_CLASSES = (1, 2, 4, 8, 16, 32, 64)
-_FEW_ROWS = 8
-_WIDE_SEGMENT = 128  # columns of a group from which on binary products of one row are faster, and of two in most cases
-_FINE_SEGMENT = 32  # where INT8 products of one row are faster too
+TOKEN_CLASSES = (1, 2, 4, 8, 16, 32, 64)
+_FEW_TOKENS = 8
+_WIDE_SEGMENT = 128  # from which on binary products of one token are faster, and of two in most cases
+_FINE_SEGMENT = 32  # where INT8 products of one token are faster too
 _CLEARLY = 0.95  # of the usual kernel's time, from where on another is taken: measurements this short differ by 5 %
 _DIGEST = 8
-_TABLE = Path("kernels") / "bcq_choice.json"
+_TABLE = Path("kernels") / "bcq_autotune.json"
 
-Choices = dict[str, dict[str, dict[str, str]]]
+Measurements = dict[str, dict[str, dict[str, str]]]
 
 
-def shape_class(weight_bits: int, rows: int, columns: int, group_size: int, scale_bits: int = 16) -> str:
+def shape_class(weight_bits: int, out_features: int, in_features: int, group_size: int, scale_bits: int = 16) -> str:
     """Shapes that share a measurement: planes, activation segment, N and K to the nearest power of two, scales."""
-    segment = binary_segment(group_size, columns) or "bytes"
+    segment = binary_segment(group_size, in_features) or "bytes"
     scales = f"-scales{scale_bits}" if scale_bits == CODE_BITS else ""
-    return f"q{weight_bits}-s{segment}-n{round(log2(rows))}-k{round(log2(columns))}{scales}"
+    return f"q{weight_bits}-s{segment}-n{round(log2(out_features))}-k{round(log2(in_features))}{scales}"
 
 
 @cache
 def gpu_key(device: torch.device) -> str:
     """Under which a GPU's measurements stand in the table."""
-    sources = "".join(kernel_source(f"{kernel.replace('_', '/', 1)}.cu") for kernel in KERNELS)
+    sources = "".join(repr((source.text, source.options)) for source in SOURCES.values())
     return f"{torch.cuda.get_device_name(device)}, kernels {sha256(sources.encode()).hexdigest()[:_DIGEST]}"
 
 
 @cache
-def _table() -> Choices:
+def _table() -> Measurements:
     path = cache_folder() / _TABLE
     try:
-        table: Choices = json.loads(path.read_text(encoding="utf-8"))
+        table: Measurements = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise KernelError(f"kernel table {path}: cannot be read ({error}); delete it to measure again") from error
     for gpu, classes in table.items():
-        for name, rows in classes.items():
-            for kernel in rows.values():
-                if kernel not in KERNELS:
+        for name, kernels in classes.items():
+            for kernel in kernels.values():
+                if kernel not in SOURCES:
                     raise KernelError(f"kernel table {path}: unknown kernel {kernel!r} for {gpu}, {name}")
     return table
 
 
-def _narrow(group_size: int, columns: int) -> bool:
-    segment = binary_segment(group_size, columns)
+def _architecture(device: torch.device) -> Architecture:
+    return gpu_of(device).architecture
+
+
+def _narrow(group_size: int, in_features: int) -> bool:
+    segment = binary_segment(group_size, in_features)
     return segment is not None and segment < _WIDE_SEGMENT
 
 
-def _least_int8_rows(native: bool, group_size: int, columns: int) -> int:
-    if binary_segment(group_size, columns) == _FINE_SEGMENT:
+def _least_int8_tokens(native: bool, group_size: int, in_features: int) -> int:
+    if binary_segment(group_size, in_features) == _FINE_SEGMENT:
         return 1
-    return 2 if _narrow(group_size, columns) or not native else 3
+    return 2 if _narrow(group_size, in_features) or not native else 3
 
 
-def _unmeasured(x: Tensor, group_size: int, usable: tuple[str, ...]) -> str:
-    (tokens, columns), device = x.shape, x.device
-    native = support(BINARY_MMA, *compute_capability(device)) is Support.NATIVE
-    if tokens > _FEW_ROWS or usable == (DEQUANTIZE,):
-        return DEQUANTIZE
-    if INT8 in usable and tokens >= _least_int8_rows(native, group_size, columns):
-        return INT8
-    return BINARY if native and BINARY in usable else LUT
+def _unmeasured(x: Tensor, group_size: int, usable: tuple[Kernel, ...]) -> Kernel:
+    tokens, in_features = x.shape
+    binary = Kernel.BCQ_BINARY_GEMV in usable
+    if tokens > _FEW_TOKENS or usable == (Kernel.BCQ_DEQUANTIZE,):
+        return Kernel.BCQ_DEQUANTIZE
+    if Kernel.BCQ_INT8_GEMV in usable and tokens >= _least_int8_tokens(binary, group_size, in_features):
+        return Kernel.BCQ_INT8_GEMV
+    return Kernel.BCQ_BINARY_GEMV if binary else Kernel.BCQ_LUT_GEMV
 
 
 def choose(x: Tensor, weight_bits: int, out_features: int, group_size: int, scale_bits: int = 16) -> str:
-    """The kernel for x [M, K]: the measured one, or by the capability table where this class was never measured.
+    """The kernel for x [M, K]: the measured one, or by the GPU generation where this class was never measured.
 
     Raises KernelError for a damaged table.
     """
-    tokens, columns = x.shape
-    usable = candidates(x.dtype, group_size, columns)
-    if tokens > ROW_CLASSES[-1] or usable == (DEQUANTIZE,):
-        return DEQUANTIZE
+    tokens, in_features = x.shape
+    usable = candidates(x.dtype, group_size, in_features, _architecture(x.device))
+    if tokens > TOKEN_CLASSES[-1] or usable == (Kernel.BCQ_DEQUANTIZE,):
+        return Kernel.BCQ_DEQUANTIZE
     measured = _table().get(gpu_key(x.device), {})
-    rows = measured.get(shape_class(weight_bits, out_features, columns, group_size, scale_bits))
-    if rows is None:
+    kernels = measured.get(shape_class(weight_bits, out_features, in_features, group_size, scale_bits))
+    if kernels is None:
         return _unmeasured(x, group_size, usable)
-    return rows[str(next(count for count in ROW_CLASSES if count >= tokens))]
+    return kernels[str(next(count for count in TOKEN_CLASSES if count >= tokens))]
 
 
 def ensure_measured(weight: BcqTiles) -> None:
@@ -113,20 +117,20 @@ def ensure_measured(weight: BcqTiles) -> None:
 
     Fractions of a second per class. Raises KernelError where a kernel cannot be built.
     """
-    device, columns = weight.tiles.device, weight.columns
+    device, in_features = weight.tiles.device, weight.in_features
     gpu = gpu_key(device)
-    name = shape_class(weight.weight_bits, weight.rows, columns, weight.group_size, weight.scale_bits)
+    name = shape_class(weight.weight_bits, weight.out_features, in_features, weight.group_size, weight.scale_bits)
     if name in _table().get(gpu, {}):
         return
     best: dict[str, str] = {}
     other = _copy(weight)
-    usable = candidates(torch.float16, weight.group_size, columns)
-    for tokens in ROW_CLASSES:
-        x = torch.randn(tokens, columns, dtype=torch.float16, device=device)
+    usable = candidates(torch.float16, weight.group_size, in_features, _architecture(device))
+    for tokens in TOKEN_CLASSES:
+        x = torch.randn(tokens, in_features, dtype=torch.float16, device=device)
         seconds = {
             kernel: cold_seconds(_call(kernel, x, other), _call(kernel, x, weight), device)
             for kernel in usable
-            if _worth_measuring(kernel, tokens, _narrow(weight.group_size, columns))
+            if _worth_measuring(kernel, tokens, _narrow(weight.group_size, in_features))
         }
         best[str(tokens)] = _clear_winner(seconds, _unmeasured(x, weight.group_size, usable))
     table = {**_table(), gpu: {**_table().get(gpu, {}), name: best}}
@@ -134,17 +138,17 @@ def ensure_measured(weight: BcqTiles) -> None:
     _table.cache_clear()
 
 
-def _clear_winner(seconds: dict[str, float], usual: str) -> str:
+def _clear_winner(seconds: dict[Kernel, float], usual: Kernel) -> Kernel:
     fastest = min(seconds, key=seconds.__getitem__)
     return fastest if seconds[fastest] < _CLEARLY * seconds[usual] else usual
 
 
-def _worth_measuring(kernel: str, tokens: int, narrow: bool) -> bool:
-    if kernel == LUT:
-        return tokens <= _FEW_ROWS
-    if kernel == DEQUANTIZE:
-        return tokens > 1  # it moves several times the bytes of a product of one row
-    return kernel != INT8 or tokens > 1 or narrow
+def _worth_measuring(kernel: Kernel, tokens: int, narrow: bool) -> bool:
+    if kernel == Kernel.BCQ_LUT_GEMV:
+        return tokens <= _FEW_TOKENS
+    if kernel == Kernel.BCQ_DEQUANTIZE:
+        return tokens > 1  # it moves several times the bytes of a product of one token
+    return kernel != Kernel.BCQ_INT8_GEMV or tokens > 1 or narrow
 
 
 def _copy(weight: BcqTiles) -> BcqTiles:
@@ -152,5 +156,5 @@ def _copy(weight: BcqTiles) -> BcqTiles:
     return replace(weight, tiles=weight.tiles.clone(), scale_tiles=weight.scale_tiles.clone(), factor_tiles=factors)
 
 
-def _call(kernel: str, x: Tensor, weight: BcqTiles) -> Callable[[], Tensor]:
-    return lambda: product(kernel, x, weight, None, settled=True)
+def _call(kernel: Kernel, x: Tensor, weight: BcqTiles) -> Callable[[], Tensor]:
+    return lambda: product(kernel, x, weight, None, weights_ready=True)

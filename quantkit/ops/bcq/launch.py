@@ -1,203 +1,230 @@
-"""The bcq kernels on a GPU: what each needs, its launch, and the product through any of them."""
+"""The launches of the bcq kernels, and the product through any of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from quantkit.cuda.device import Gpu, compute_capability, processor_count
-from quantkit.cuda.launch import DTYPE_CODES, launch
+from quantkit.cuda.architectures import WARP_THREADS, Architecture, Kernel
+from quantkit.cuda.device import Gpu, gpu_of
+from quantkit.cuda.launch import DTYPE_CODES, Launch
+from quantkit.cuda.parameters import Argument
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import group_count, group_width
 from quantkit.ops.bcq.instances import (
+    DEQUANTIZE_THREADS,
     LUT_BLOCK_TILES,
     LUT_SHARED,
+    LUT_THREADS,
     LUT_WARPS,
+    SOURCES,
     SUM_PARTIALS,
     GemvTile,
     dequantize_unit,
     gemv_case,
     lut_residency,
     lut_unit,
-    segment_columns,
+    segment_width,
 )
 from quantkit.ops.bcq.layout import BcqTiles, tile_counts
 from quantkit.ops.bcq.plan import plan_gemv
-from quantkit.ops.epilogue import AS_IT_IS, Finish, finished
+from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
 
-BINARY, INT8, LUT, DEQUANTIZE = "bcq_binary_gemv", "bcq_int8_gemv", "bcq_lut_gemv", "bcq_dequantize"
-KERNELS = (BINARY, INT8, LUT, DEQUANTIZE)
-
-_WORD, _WARP, _BLOCK_THREADS, _VECTOR_BYTES = 32, 32, 256, 16
+_WORD, _VECTOR_BYTES = 32, 16
 _GEMV_TYPES = (torch.float16, torch.bfloat16)
 
 
-def _vectors(x: Tensor) -> bool:
-    """Whether every row of x can be read 16 bytes at a time."""
-    return x.shape[1] % (_VECTOR_BYTES // 2) == 0 and x.data_ptr() % _VECTOR_BYTES == 0
+@dataclass(frozen=True, eq=False)
+class Product:
+    """y [M, N] = the epilogue of x [M, K] W^T + bias. x: contiguous fp16 or bf16. bias: in x's type.
+
+    weights_ready: nothing queued on the GPU still writes the weight, so it may be read before the previous kernel ends.
+    """
+
+    x: Tensor
+    weight: BcqTiles
+    bias: Tensor | None
+    y: Tensor
+    epilogue: Epilogue = NO_EPILOGUE
+    weights_ready: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        weight: BcqTiles,
+        bias: Tensor | None,
+        *,
+        epilogue: Epilogue = NO_EPILOGUE,
+        weights_ready: bool = False,
+    ) -> Product:
+        """With room for y."""
+        y = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
+        return cls(x, weight, bias, y, epilogue, weights_ready)
+
+    def args(self) -> dict[str, Argument]:
+        """What the kernels that read x and the weight take."""
+        return {
+            **_weight_args(self.weight),
+            "x": self.x,
+            "dtype": DTYPE_CODES[self.x.dtype],
+            "vectors": int(self.x.shape[1] % (_VECTOR_BYTES // 2) == 0 and self.x.data_ptr() % _VECTOR_BYTES == 0),
+        }
+
+    def epilogue_args(self) -> dict[str, Argument]:
+        """What the kernels that write y take."""
+        return {
+            "bias": self.bias,
+            "residual": self.epilogue.addend(self.y),
+            "y": self.y,
+            "M": self.y.shape[0],
+            "activation": self.epilogue.number,
+        }
 
 
-def binary_segment(group_size: int, columns: int) -> int | None:
-    """Columns per activation scale in bcq_binary_gemv, or None where the group size rules it and bcq_int8_gemv out."""
-    if group_count(group_size, columns) == 1:
-        return segment_columns(0)  # one group: every segment belongs to it
-    return segment_columns(group_size) if group_size % _WORD == 0 else None
+def _weight_args(weight: BcqTiles) -> dict[str, Argument]:
+    return {
+        "tiles": weight.tiles,
+        "scales": weight.scale_tiles,
+        "factors": weight.factor_tiles,
+        "N": weight.out_features,
+        "K": weight.in_features,
+        "groups": weight.groups,
+        "entries": weight.entries,
+    }
+
+
+def binary_segment(group_size: int, in_features: int) -> int | None:
+    """Elements of x per activation scale of the tensor-core GEMVs, or None where the group size rules them out."""
+    if group_count(group_size, in_features) == 1:
+        return segment_width(0)  # one group: every segment belongs to it
+    return segment_width(group_size) if group_size % _WORD == 0 else None
 
 
 def _magic(divisor: int) -> int:
-    """2^32 / divisor rounded up, as a signed 32-bit integer; 0 for the divisor 1."""
-    unsigned = 0 if divisor == 1 else -(-(1 << 32) // divisor)
-    return unsigned - (1 << 32) if unsigned >> 31 else unsigned
+    """2^32 / divisor rounded up; 0 for the divisor 1."""
+    return 0 if divisor == 1 else -(-(1 << 32) // divisor)
 
 
-def tensor_core_gemv(
-    x: Tensor,
-    weight: BcqTiles,
-    bias: Tensor | None,
-    *,
-    int8: bool,
-    settled: bool = False,
-    finish: Finish = AS_IT_IS,
-    tile: GemvTile | None = None,
-) -> Tensor:
-    """y [M, N] = ``finish`` of x [M, K] W^T + bias on tensor cores; any M.
+def tensor_core_launch(product: Product, gpu: Gpu, *, int8: bool, tile: GemvTile | None = None) -> Launch:
+    """The product on tensor cores; any M. int8: signs as bytes, made for M = 2 to 8; else as bits, for M = 1.
 
-    x: contiguous fp16 or bf16. bias: in x's type. int8: signs as bytes, made for M = 2 to 8; else as bits, for M = 1.
-    settled: nothing queued on the GPU still writes the weight, so it may be read before the previous kernel ends.
     tile: another block layout than the table's, for tuning.
     Raises KernelError where the group size is no multiple of 32.
     """
-    tokens, columns = x.shape
-    segment = binary_segment(weight.group_size, columns)
+    (tokens, in_features), weight = product.x.shape, product.weight
+    segment = binary_segment(weight.group_size, in_features)
     if segment is None:
-        raise KernelError(f"{BINARY} and {INT8} need a group size that is a multiple of 32, not {weight.group_size}")
+        raise KernelError(
+            f"{Kernel.BCQ_BINARY_GEMV} and {Kernel.BCQ_INT8_GEMV} need a group size that is a multiple of 32, "
+            f"not {weight.group_size}"
+        )
     case = gemv_case(weight.weight_bits, segment, weight.scale_bits, tokens, int8=int8)
-    plan = plan_gemv(
-        case,
-        entries=weight.entries,
-        tile_counts=tile_counts(weight.rows, columns),
-        gpu=Gpu(compute_capability(x.device), processor_count(x.device)),
-        tile=tile,
-    )
-    y = torch.empty(tokens, weight.rows, dtype=x.dtype, device=x.device)
-    per_group = max(1, -(-group_width(weight.group_size, columns) // case.segment))
-    launch(
+    counts = tile_counts(weight.out_features, in_features)
+    plan = plan_gemv(case, entries=weight.entries, tile_counts=counts, gpu=gpu, tile=tile)
+    per_group = max(1, -(-group_width(weight.group_size, in_features) // case.segment))
+    range_tiles, long_ranges = divmod(counts[0], plan.blocks // plan.cluster)
+    return Launch(
         plan.unit,
-        x.device,
+        product.x.device,
         grid=(plan.blocks, -(-tokens // case.tokens)),
-        block=(plan.warps * _WARP,),
-        args=(
-            weight.tiles,
-            weight.scale_tiles,
-            weight.factor_tiles,
-            x,
-            bias,
-            finish.addend(y),
-            y,
-            tokens,
-            weight.rows,
-            columns,
-            weight.groups,
-            _magic(per_group),
-            weight.entries,
-            plan.pass_tiles,
-            *divmod(tile_counts(weight.rows, columns)[0], plan.blocks // plan.cluster),
-            DTYPE_CODES[x.dtype],
-            finish.number,
-            int(_vectors(x)),
-        ),
+        block=plan.warps * WARP_THREADS,
+        args={
+            **product.args(),
+            **product.epilogue_args(),
+            "groupMagic": _magic(per_group),
+            "passTiles": plan.pass_tiles,
+            "rangeTiles": range_tiles,
+            "longRanges": long_ranges,
+        },
         shared_mem=plan.shared_mem,
-        overlap=settled,
+        overlap=product.weights_ready,
         cluster=plan.cluster,
     )
-    return y
 
 
-def lut_gemv(
-    x: Tensor, weight: BcqTiles, bias: Tensor | None, *, settled: bool = False, finish: Finish = AS_IT_IS
-) -> Tensor:
-    """y [M, N] = ``finish`` of x [M, K] W^T + bias through look-up tables (nuQmm 3.2); any group size, for few rows.
-
-    x: contiguous fp16 or bf16. bias: in x's type. settled: see tensor_core_gemv.
-    """
-    tokens, columns = x.shape
-    row_tiles, k_tiles = tile_counts(weight.rows, columns)
-    width = group_width(weight.group_size, columns)
+def lut_launches(product: Product, gpu: Gpu) -> tuple[Launch, Launch]:
+    """The product through look-up tables (nuQmm 3.2), and the sum of its parts; any group size, for few tokens."""
+    (tokens, in_features), weight = product.x.shape, product.weight
+    n_tiles, k_tiles = tile_counts(weight.out_features, in_features)
+    width = group_width(weight.group_size, in_features)
     fine = weight.groups > 1 and width % _WORD != 0
     pairs = -(-k_tiles // LUT_BLOCK_TILES)
-    resident = lut_residency(weight.weight_bits, fine, compute_capability(x.device))
-    one_wave = resident * processor_count(x.device) // pairs
-    blocks = max(1, min(-(-row_tiles // LUT_WARPS), one_wave))  # tables of idle warps would be built for nothing
-    partial = torch.empty(pairs, tokens, weight.rows, dtype=torch.float32, device=x.device)
-    y = torch.empty(tokens, weight.rows, dtype=x.dtype, device=x.device)
-    dtype = DTYPE_CODES[x.dtype]
-    launch(
+    resident = lut_residency(weight.weight_bits, fine, gpu.architecture)
+    one_wave = resident * gpu.processors // pairs
+    blocks = max(1, min(-(-n_tiles // LUT_WARPS), one_wave))  # tables of idle warps would be built for nothing
+    partial = torch.empty(pairs, tokens, weight.out_features, dtype=torch.float32, device=product.x.device)
+    multiply = Launch(
         lut_unit(weight.weight_bits, fine, weight.scale_bits),
-        x.device,
+        product.x.device,
         grid=(blocks, pairs, tokens),
-        block=(LUT_WARPS * _WARP,),
-        args=(
-            weight.tiles,
-            weight.scale_tiles,
-            weight.factor_tiles,
-            x,
-            partial,
-            weight.rows,
-            columns,
-            weight.groups,
-            width,
-            weight.entries,
-            dtype,
-            int(_vectors(x)),
-        ),
+        block=LUT_THREADS,
+        args={**product.args(), "partial": partial, "groupSize": width},
         shared_mem=LUT_SHARED,
-        overlap=settled,
+        overlap=product.weights_ready,
     )
-    launch(
+    sizes = {"pairs": pairs, "N": weight.out_features, "dtype": DTYPE_CODES[product.y.dtype]}
+    add = Launch(
         SUM_PARTIALS,
-        x.device,
-        grid=(-(-y.numel() // _BLOCK_THREADS),),
-        block=(_BLOCK_THREADS,),
-        args=(partial, bias, finish.addend(y), y, pairs, tokens, weight.rows, finish.number, dtype),
+        product.x.device,
+        grid=(-(-product.y.numel() // LUT_THREADS),),
+        block=LUT_THREADS,
+        args={"partial": partial, **product.epilogue_args(), **sizes},
         overlap=True,
     )
-    return y
+    return multiply, add
+
+
+def dequantize_launch(weight: BcqTiles, dequantized: Tensor) -> Launch:
+    """The weight [N, K] in fp16, bf16 or fp32 (nuQmm section 5.1)."""
+    n_tiles, k_tiles = tile_counts(weight.out_features, weight.in_features)
+    width = group_width(weight.group_size, weight.in_features)
+    return Launch(
+        dequantize_unit(weight.weight_bits, weight.scale_bits),
+        weight.tiles.device,
+        grid=(-(-n_tiles * k_tiles * WARP_THREADS // DEQUANTIZE_THREADS),),
+        block=DEQUANTIZE_THREADS,
+        args={
+            **_weight_args(weight),
+            "weight": dequantized,
+            "groupSize": width,
+            "dtype": DTYPE_CODES[dequantized.dtype],
+        },
+    )
+
+
+def tensor_core_gemv(product: Product, *, int8: bool, tile: GemvTile | None = None) -> Tensor:
+    """y, see tensor_core_launch."""
+    tensor_core_launch(product, gpu_of(product.x.device), int8=int8, tile=tile).run()
+    return product.y
+
+
+def lut_gemv(product: Product) -> Tensor:
+    """y, see lut_launches."""
+    for launch in lut_launches(product, gpu_of(product.x.device)):
+        launch.run()
+    return product.y
 
 
 def dequantize_tiles(weight: BcqTiles, dtype: torch.dtype) -> Tensor:
-    """The weight [N, K] in fp16, bf16 or fp32 (nuQmm section 5.1)."""
-    row_tiles, k_tiles = tile_counts(weight.rows, weight.columns)
-    dequantized = torch.empty(weight.rows, weight.columns, dtype=dtype, device=weight.tiles.device)
-    launch(
-        dequantize_unit(weight.weight_bits, weight.scale_bits),
-        weight.tiles.device,
-        grid=(-(-row_tiles * k_tiles * _WARP // _BLOCK_THREADS),),
-        block=(_BLOCK_THREADS,),
-        args=(
-            weight.tiles,
-            weight.scale_tiles,
-            weight.factor_tiles,
-            dequantized,
-            weight.rows,
-            weight.columns,
-            weight.groups,
-            group_width(weight.group_size, weight.columns),
-            weight.entries,
-            DTYPE_CODES[dtype],
-        ),
-    )
+    """The weight [N, K] in fp16, bf16 or fp32."""
+    shape = weight.out_features, weight.in_features
+    dequantized = torch.empty(shape, dtype=dtype, device=weight.tiles.device)
+    dequantize_launch(weight, dequantized).run()
     return dequantized
 
 
-def candidates(dtype: torch.dtype, group_size: int, columns: int) -> tuple[str, ...]:
-    """Kernels that can run a product with activations of ``dtype``; fp32 activations keep fp32 weights (dequantize)."""
+def candidates(dtype: torch.dtype, group_size: int, in_features: int, row: Architecture) -> tuple[Kernel, ...]:
+    """Kernels that a generation has for activations of ``dtype``; fp32 ones keep fp32 weights (dequantize)."""
     if dtype not in _GEMV_TYPES:
-        return (DEQUANTIZE,)
-    return KERNELS if binary_segment(group_size, columns) else (LUT, DEQUANTIZE)
+        return (Kernel.BCQ_DEQUANTIZE,)
+    usable = tuple(SOURCES) if binary_segment(group_size, in_features) else (Kernel.BCQ_LUT_GEMV, Kernel.BCQ_DEQUANTIZE)
+    return tuple(kernel for kernel in usable if kernel in row.kernels)
 
 
 def product(
@@ -206,14 +233,14 @@ def product(
     weight: BcqTiles,
     bias: Tensor | None,
     *,
-    settled: bool = False,
-    finish: Finish = AS_IT_IS,
+    weights_ready: bool = False,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> Tensor:
-    """y [M, N] = ``finish`` of x [M, K] W^T + bias through the named kernel; settled: see tensor_core_gemv.
+    """y [M, N] = the epilogue of x [M, K] W^T + bias through the named kernel; weights_ready: see Product.
 
-    Raises KernelError for an unknown kernel, or one that cannot run these shapes or types.
+    Raises KernelError for an unknown kernel, or one that cannot run these shapes or types on this GPU.
     """
-    usable = candidates(x.dtype, weight.group_size, x.shape[-1])
+    usable = candidates(x.dtype, weight.group_size, x.shape[-1], gpu_of(x.device).architecture)
     if kernel not in usable:
         raise KernelError(
             f"kernel {kernel!r} cannot run {x.dtype} activations with group size {weight.group_size}; "
@@ -222,12 +249,12 @@ def product(
     bias = None if bias is None else bias.to(x.dtype)
     gemv = _GEMVS.get(kernel)
     if gemv is None:
-        return finished(linear(x, dequantize_tiles(weight, x.dtype), bias), finish)
-    return gemv(x, weight, bias, settled=settled, finish=finish)
+        return apply_epilogue(linear(x, dequantize_tiles(weight, x.dtype), bias), epilogue)
+    return gemv(Product.of(x, weight, bias, epilogue=epilogue, weights_ready=weights_ready))
 
 
-_GEMVS: dict[str, Callable[..., Tensor]] = {
-    BINARY: partial(tensor_core_gemv, int8=False),
-    INT8: partial(tensor_core_gemv, int8=True),
-    LUT: lut_gemv,
+_GEMVS: dict[str, Callable[[Product], Tensor]] = {
+    Kernel.BCQ_BINARY_GEMV: partial(tensor_core_gemv, int8=False),
+    Kernel.BCQ_INT8_GEMV: partial(tensor_core_gemv, int8=True),
+    Kernel.BCQ_LUT_GEMV: lut_gemv,
 }

@@ -3,28 +3,87 @@
 On the CPU both run the reference twin. On a GPU both run the kernels; the canonical op then builds the tile order on
 every call, which is right but slow: modules prepare once at load. ``bcq_dequantize`` gives the weight itself.
 fp16 and bf16 activations use the GEMV kernels; fp32 ones an fp32 weight and cuBLAS, so nothing is rounded.
-``implementation``: a kernel by name, or the measured choice. ``settled``: no kernel still queued writes the weight.
-Factors come with 8-bit scales and are None with fp16 ones. Each op has one Python function per signature; it puts
-the tensors into a BcqTensors or BcqTiles, and what is behind it takes those.
+Factors come with 8-bit scales and are None with fp16 ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from itertools import product as pairs
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from quantkit.formats.bcq import BcqTensors, dequantize_stored
+from quantkit.formats.bcq import ROW_WISE, BcqTensors, dequantize_stored, group_count
+from quantkit.formats.planes import pack_bits
 from quantkit.ops.bcq.autotune import choose
+from quantkit.ops.bcq.instances import SOURCES
 from quantkit.ops.bcq.launch import dequantize_tiles, product
 from quantkit.ops.bcq.layout import BcqTiles, tile, untile
-from quantkit.ops.epilogue import AS_IT_IS, Finish, finished
-from quantkit.ops.registry import LIBRARY
+from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
+from quantkit.ops.registry import define_op
 
 AUTO = "auto"
+
+
+class BcqLinear(NamedTuple):
+    """y [..., N] = x [..., K] W^T + bias of canonical tensors (quantkit.formats.bcq)."""
+
+    x: Tensor
+    signs: Tensor
+    scales: Tensor
+    offset: Tensor | None
+    bias: Tensor | None
+    group_size: int
+    scale_factors: Tensor | None = None
+
+    @property
+    def stored(self) -> BcqTensors:
+        """The weight."""
+        return BcqTensors(self.signs, self.scales, self.offset, self.scale_factors)
+
+
+class BcqLinearPrepared(NamedTuple):
+    """BcqLinear of a prepared weight (layout.py).
+
+    implementation: a kernel by name, or the measured choice. weights_ready: no kernel still queued writes the weight.
+    """
+
+    x: Tensor
+    tiles: Tensor
+    scale_tiles: Tensor
+    bias: Tensor | None
+    out_features: int
+    group_size: int
+    implementation: str = AUTO
+    weights_ready: bool = False
+    factor_tiles: Tensor | None = None
+
+    @property
+    def weight(self) -> BcqTiles:
+        """The weight."""
+        shape = self.out_features, self.x.shape[-1]
+        return BcqTiles(self.tiles, self.scale_tiles, self.factor_tiles, *shape, self.group_size)
+
+
+class BcqDequantize(NamedTuple):
+    """The weight [N, K] in ``dtype``."""
+
+    tiles: Tensor
+    scale_tiles: Tensor
+    out_features: int
+    in_features: int
+    group_size: int
+    dtype: torch.dtype
+    factor_tiles: Tensor | None = None
+
+    @property
+    def weight(self) -> BcqTiles:
+        """The weight."""
+        shape = self.out_features, self.in_features
+        return BcqTiles(self.tiles, self.scale_tiles, self.factor_tiles, *shape, self.group_size)
 
 
 def bcq_linear_reference(x: Tensor, stored: BcqTensors, bias: Tensor | None, group_size: int) -> Tensor:
@@ -37,104 +96,95 @@ def _product(
     x: Tensor,
     weight: BcqTiles,
     bias: Tensor | None,
-    implementation: str,
+    implementation: str = AUTO,
     *,
-    settled: bool,
-    finish: Finish = AS_IT_IS,
+    weights_ready: bool,
+    epilogue: Epilogue = NO_EPILOGUE,
 ) -> Tensor:
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     if not flat.shape[0]:
-        return x.new_empty(*x.shape[:-1], weight.rows)
+        return x.new_empty(*x.shape[:-1], weight.out_features)
     if implementation == AUTO:
-        implementation = choose(flat, weight.weight_bits, weight.rows, weight.group_size, weight.scale_bits)
-    y = product(implementation, flat, weight, bias, settled=settled, finish=finish)
-    return y.view(*x.shape[:-1], weight.rows)
+        implementation = choose(flat, weight.weight_bits, weight.out_features, weight.group_size, weight.scale_bits)
+    y = product(implementation, flat, weight, bias, weights_ready=weights_ready, epilogue=epilogue)
+    return y.view(*x.shape[:-1], weight.out_features)
 
 
-def bcq_finished(x: Tensor, weight: BcqTiles, bias: Tensor | None, finish: Finish) -> Tensor:
-    """``finish`` of x [..., K] W^T + bias, in the product's own kernel; the weight is settled, see above.
+def bcq_linear_with_epilogue(x: Tensor, weight: BcqTiles, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
+    """The epilogue of x [..., K] W^T + bias, in the product's own kernel; the weight is ready, see BcqLinearPrepared.
 
     Not an op: for generation under CUDA graphs.
     """
     if x.is_cuda:
-        return _product(x, weight, bias, AUTO, settled=True, finish=finish)
-    return finished(bcq_linear_reference(x, untile(weight), bias, weight.group_size), finish)
+        return _product(x, weight, bias, weights_ready=True, epilogue=epilogue)
+    return apply_epilogue(bcq_linear_reference(x, untile(weight), bias, weight.group_size), epilogue)
 
 
-def _linear(
-    x: Tensor,
-    signs: Tensor,
-    scales: Tensor,
-    offset: Tensor | None,
-    bias: Tensor | None,
-    group_size: int,
-    scale_factors: Tensor | None = None,
-) -> Tensor:
-    stored = BcqTensors(signs, scales, offset, scale_factors)
-    if x.is_cuda:
-        return _product(x, tile(stored, x.shape[-1], group_size), bias, AUTO, settled=False)
-    return bcq_linear_reference(x, stored, bias, group_size)
+def _linear_cuda(op: BcqLinear) -> Tensor:
+    return _product(op.x, tile(op.stored, op.x.shape[-1], op.group_size), op.bias, weights_ready=False)
 
 
-def _linear_prepared(
-    x: Tensor,
-    tiles: Tensor,
-    scale_tiles: Tensor,
-    bias: Tensor | None,
-    out_features: int,
-    group_size: int,
-    implementation: str = AUTO,
-    settled: bool = False,
-    factor_tiles: Tensor | None = None,
-) -> Tensor:
-    weight = BcqTiles(tiles, scale_tiles, factor_tiles, out_features, x.shape[-1], group_size)
-    if x.is_cuda:
-        return _product(x, weight, bias, implementation, settled=settled)
-    return bcq_linear_reference(x, untile(weight), bias, group_size)
+def _prepared_cuda(op: BcqLinearPrepared) -> Tensor:
+    return _product(op.x, op.weight, op.bias, op.implementation, weights_ready=op.weights_ready)
 
 
-def _dequantize(
-    tiles: Tensor,
-    scale_tiles: Tensor,
-    out_features: int,
-    in_features: int,
-    group_size: int,
-    dtype: torch.dtype,
-    factor_tiles: Tensor | None = None,
-) -> Tensor:
-    weight = BcqTiles(tiles, scale_tiles, factor_tiles, out_features, in_features, group_size)
-    if tiles.is_cuda:
-        return dequantize_tiles(weight, dtype)
-    return dequantize_stored(untile(weight), in_features, group_size).to(dtype)
+def _dequantize_reference(op: BcqDequantize) -> Tensor:
+    return dequantize_stored(untile(op.weight), op.in_features, op.group_size).to(op.dtype)
 
 
-def _register(name: str, schema: str, function: Callable[..., Tensor], fake: Callable[..., Tensor]) -> Any:
-    """Define an op, the function on the CPU and on a GPU, the fake for tracing; the callable op."""
-    LIBRARY.define(name + schema)
-    for device in ("CPU", "CUDA"):
-        LIBRARY.impl(name, function, device)
-    torch.library.register_fake(f"quantkit::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.quantkit, name).default
+# N, K, group size; the last is split among the blocks of a cluster where there are clusters
+_SAMPLE_SHAPES = ((40, 328, 64), (257, 1000, 128), (50, 520, 40), (20, 100, ROW_WISE), (50, 24700, 128))
 
 
-bcq_linear = _register(
+def _linear_samples() -> Iterator[BcqLinear]:
+    """Every kernel takes some: tokens for each GEMV, groups of whole words and of bytes, both kinds of scales."""
+    for bits, ((n, k, group_size), tokens) in enumerate(pairs(_SAMPLE_SHAPES, (1, 2, 5, 20))):
+        groups, weight_bits = group_count(group_size, k), bits % 4 + 1
+        signs, x = pack_bits(torch.randint(0, 2, (weight_bits, n, k))), torch.randn(tokens, k).half()
+        scales, offset = (torch.rand(weight_bits, n, groups) * 0.02).half(), (torch.randn(n, groups) * 0.01).half()
+        yield BcqLinear(x, signs, scales, offset, torch.randn(n).half(), group_size)
+        coded, factors = torch.randint(0, 256, scales.shape).to(torch.uint8), (torch.rand(n, 1) * 8e-5).half()
+        yield BcqLinear(x.bfloat16(), signs, coded, None, None, group_size, factors)
+    yield BcqLinear(x.float(), signs, scales, None, None, group_size)
+
+
+def _prepared_samples() -> Iterator[BcqLinearPrepared]:
+    for number, op in enumerate(_linear_samples()):
+        weight = tile(op.stored, op.x.shape[-1], op.group_size)
+        stored = weight.tiles, weight.scale_tiles, op.bias, weight.out_features, op.group_size
+        whole_words = op.group_size == ROW_WISE or op.group_size % 32 == 0
+        names = (AUTO, *SOURCES) if whole_words and op.x.dtype != torch.float32 else (AUTO,)
+        yield BcqLinearPrepared(op.x, *stored, str(names[number % len(names)]), False, weight.factor_tiles)
+
+
+def _dequantize_samples() -> Iterator[BcqDequantize]:
+    for op, dtype in zip(_linear_samples(), (torch.float16, torch.bfloat16, torch.float32) * 3, strict=False):
+        weight = tile(op.stored, op.x.shape[-1], op.group_size)
+        shape = weight.out_features, weight.in_features
+        yield BcqDequantize(weight.tiles, weight.scale_tiles, *shape, op.group_size, dtype, weight.factor_tiles)
+
+
+bcq_linear = define_op(
     "bcq_linear",
-    "(Tensor x, Tensor signs, Tensor scales, Tensor? offset, Tensor? bias, int group_size, "
-    "Tensor? scale_factors=None) -> Tensor",
-    _linear,
-    lambda x, signs, *_: x.new_empty(*x.shape[:-1], signs.shape[1]),
+    BcqLinear,
+    reference=lambda op: bcq_linear_reference(op.x, op.stored, op.bias, op.group_size),
+    cuda=_linear_cuda,
+    fake=lambda op: op.x.new_empty(*op.x.shape[:-1], op.signs.shape[1]),
+    samples=_linear_samples,
 )
-bcq_linear_prepared = _register(
+bcq_linear_prepared = define_op(
     "bcq_linear_prepared",
-    "(Tensor x, Tensor tiles, Tensor scale_tiles, Tensor? bias, int out_features, int group_size, "
-    "str implementation='auto', bool settled=False, Tensor? factor_tiles=None) -> Tensor",
-    _linear_prepared,
-    lambda x, tiles, scale_tiles, bias, out_features, *_: x.new_empty(*x.shape[:-1], out_features),
+    BcqLinearPrepared,
+    reference=lambda op: bcq_linear_reference(op.x, untile(op.weight), op.bias, op.group_size),
+    cuda=_prepared_cuda,
+    fake=lambda op: op.x.new_empty(*op.x.shape[:-1], op.out_features),
+    samples=_prepared_samples,
 )
-bcq_dequantize = _register(
+bcq_dequantize = define_op(
     "bcq_dequantize",
-    "(Tensor tiles, Tensor scale_tiles, int out_features, int in_features, int group_size, ScalarType dtype, "
-    "Tensor? factor_tiles=None) -> Tensor",
-    _dequantize,
-    lambda tiles, scale_tiles, rows, columns, group_size, dtype, *_: tiles.new_empty(rows, columns, dtype=dtype),
+    BcqDequantize,
+    reference=_dequantize_reference,
+    cuda=lambda op: dequantize_tiles(op.weight, op.dtype),
+    fake=lambda op: op.tiles.new_empty(op.out_features, op.in_features, dtype=op.dtype),
+    samples=_dequantize_samples,
 )

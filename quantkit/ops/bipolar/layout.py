@@ -9,45 +9,53 @@ from torch.nn.functional import pad
 from quantkit.formats.planes import BITS_PER_BYTE, packed_width
 
 BLOCK_ROWS = 64
+"""Rows of an operand whose lines lie together."""
+
 LINE_BYTES = 128
+"""Bytes of a row in a k tile: 1024 codes of one plane, or 128 codes of a byte each."""
+
+BITS_PER_LINE = BITS_PER_BYTE * LINE_BYTES
 CHUNK_BYTES = 16
+ORDER_ROWS = 32
+"""Rows of a weight among which its features have an order of their own, see tile_weight."""
+
 _CHUNKS = LINE_BYTES // CHUNK_BYTES
 
 
 def tile_lines(lines: Tensor) -> Tensor:
     """Rows of packed bytes to tiles.
 
-    lines: [planes, rows, bytes] uint8.
+    lines: [planes, M or N, bytes] uint8.
     Returns [blocks of 64 rows, k tiles of 128 bytes, planes, 64, 128], 16-byte chunks swizzled by row, zeros behind
     the last row and byte.
     """
-    planes, rows, width = lines.shape
-    padded = pad(lines, (0, -width % LINE_BYTES, 0, -rows % BLOCK_ROWS))
+    planes, count, width = lines.shape
+    padded = pad(lines, (0, -width % LINE_BYTES, 0, -count % BLOCK_ROWS))
     split = padded.reshape(planes, -1, BLOCK_ROWS, padded.shape[2] // LINE_BYTES, _CHUNKS, CHUNK_BYTES)
     tiles = split.permute(1, 3, 0, 2, 4, 5)  # block, k tile, plane, row, chunk, byte
     return _swizzle(tiles).flatten(-2).contiguous()
 
 
-def untile_lines(tiles: Tensor, rows: int, width: int) -> Tensor:
-    """Exact inverse of tile_lines: tiles -> [planes, rows, width] uint8."""
+def untile_lines(tiles: Tensor, count: int, width: int) -> Tensor:
+    """Exact inverse of tile_lines: tiles -> [planes, count, width] uint8."""
     split = _swizzle(tiles.unflatten(-1, (_CHUNKS, CHUNK_BYTES)))
     lines = split.permute(2, 0, 3, 1, 4, 5).reshape(tiles.shape[2], tiles.shape[0] * BLOCK_ROWS, -1)
-    return lines[:, :rows, :width].contiguous()
+    return lines[:, :count, :width].contiguous()
 
 
 def tile_weight(lines: Tensor) -> Tensor:
-    """tile_lines of a weight, whose rows stand in another order among every 32 (channelOfRow in bipolar.cuh)."""
+    """tile_lines of a weight, whose rows stand in another order among every 32 (featureOfRow in planes.cuh)."""
     return tile_lines(_reorder(pad(lines, (0, 0, 0, -lines.shape[1] % BLOCK_ROWS))))
 
 
-def untile_weight(tiles: Tensor, rows: int, width: int) -> Tensor:
-    """Exact inverse of tile_weight: tiles -> [planes, rows, width] uint8."""
-    return _reorder(untile_lines(tiles, tiles.shape[0] * BLOCK_ROWS, width))[:, :rows].contiguous()
+def untile_weight(tiles: Tensor, count: int, width: int) -> Tensor:
+    """Exact inverse of tile_weight: tiles -> [planes, count, width] uint8."""
+    return _reorder(untile_lines(tiles, tiles.shape[0] * BLOCK_ROWS, width))[:, :count].contiguous()
 
 
-def plane_row_sums(bit_planes: Tensor, columns: int) -> Tensor:
-    """Sum of the codes of each row: [bits, N, ceil(columns / 8)] uint8 -> [N] int32."""
-    assert bit_planes.shape[-1] == packed_width(columns)
+def plane_row_sums(bit_planes: Tensor, in_features: int) -> Tensor:
+    """Sum of the codes of each row: [bits, N, ceil(K / 8)] uint8 -> [N] int32."""
+    assert bit_planes.shape[-1] == packed_width(in_features)
     counts = torch.tensor([bin(byte).count("1") for byte in range(1 << BITS_PER_BYTE)], dtype=torch.int32)
     sums = torch.zeros(bit_planes.shape[1], dtype=torch.int32, device=bit_planes.device)
     for i, plane in enumerate(bit_planes):
@@ -56,7 +64,7 @@ def plane_row_sums(bit_planes: Tensor, columns: int) -> Tensor:
 
 
 def _reorder(lines: Tensor) -> Tensor:
-    """Exchange bits 3-4 and 1-2 of the row number, its own inverse: [planes, rows, bytes], rows a multiple of 32."""
+    """Exchange bits 3-4 and 1-2 of the row number, its own inverse: [planes, a multiple of 32, bytes]."""
     return lines.unflatten(1, (-1, 4, 4, 2)).transpose(2, 3).flatten(1, 4)
 
 

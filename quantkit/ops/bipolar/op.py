@@ -8,6 +8,10 @@ Three forms of the product of two code matrices, equal as integers:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -20,20 +24,11 @@ from quantkit.formats.bipolar import (
     largest_value,
     quantize_activations,
 )
-from quantkit.formats.planes import packed_width, unpack_codes
+from quantkit.formats.planes import pack_codes, packed_width, unpack_codes
 from quantkit.ops.bcq.op import bcq_linear
-from quantkit.ops.bipolar.launch import multiply
+from quantkit.ops.bipolar.launch import Weight, multiply
 from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight, untile_weight
-from quantkit.ops.registry import LIBRARY
-
-LIBRARY.define(
-    "bipolar_prepared_linear(Tensor x, Tensor tiles, Tensor row_sums, Tensor scales, Tensor act_clip, Tensor? bias, "
-    "int act_bits, bool per_token) -> Tensor"
-)
-LIBRARY.define(
-    "bipolar_linear(Tensor x, Tensor bit_planes, Tensor scales, Tensor? act_clip, Tensor? bias, "
-    "int act_bits, int group_size, bool per_token) -> Tensor"
-)
+from quantkit.ops.registry import define_op
 
 _FLOAT32_EXACT = 1 << 24  # integers up to here are exact in fp32, so a product whose partial sums stay below is too
 
@@ -85,88 +80,84 @@ def integer_product(x_values: Tensor, w_values: Tensor, largest_product: int) ->
     return x_values.to(dtype) @ w_values.to(dtype).T
 
 
-def bipolar_linear_reference(
-    x: Tensor,
-    bit_planes: Tensor,
-    scales: Tensor,
-    act_clip: Tensor | None,
-    bias: Tensor | None,
-    act_bits: int,
-    group_size: int,
-    per_token: bool,
-) -> Tensor:
-    """y = x W^T + bias: quantize x, multiply the integers exactly, scale in fp32 and round once to x's dtype.
+class BipolarLinear(NamedTuple):
+    """y [..., N] = x [..., K] W^T + bias of canonical tensors.
 
-    x [..., K], bit_planes [bits, N, ceil(K/8)], scales [N, G], act_clip [1] or None with act_bits 16 -> [..., N].
+    bit_planes: [bits, N, ceil(K/8)] uint8. scales: [N, G] fp16. act_clip: [1], or None with act_bits 16. bias: [N].
     """
-    columns, weight_bits = x.shape[-1], bit_planes.shape[0]
-    if act_clip is None or act_bits == FLOAT_ACT_BITS:
-        weight = dequantize_bipolar(bit_planes, scales, columns, group_size)
-        return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    x_codes, step = quantize_activations(x.reshape(-1, columns), act_clip, act_bits, per_token)
-    x_values = codes_to_values(x_codes, act_bits)
-    w_values = codes_to_values(unpack_codes(bit_planes, columns), weight_bits)
-    bound, width = largest_value(act_bits) * largest_value(weight_bits), group_width(group_size, columns)
+
+    x: Tensor
+    bit_planes: Tensor
+    scales: Tensor
+    act_clip: Tensor | None
+    bias: Tensor | None
+    act_bits: int
+    group_size: int
+    per_token: bool
+
+
+class BipolarPreparedLinear(NamedTuple):
+    """BipolarLinear with one scale per output feature, of a weight in tile order (layout.py).
+
+    tiles: see layout.tile_weight. row_sums: [N] int32, of codes. scales: [N, 1] fp16.
+    """
+
+    x: Tensor
+    tiles: Tensor
+    row_sums: Tensor
+    scales: Tensor
+    act_clip: Tensor
+    bias: Tensor | None
+    act_bits: int
+    per_token: bool
+
+
+def bipolar_linear_reference(op: BipolarLinear) -> Tensor:
+    """Quantize x, multiply the integers exactly, scale in fp32 and round once to x's dtype."""
+    x, (in_features, weight_bits) = op.x, (op.x.shape[-1], op.bit_planes.shape[0])
+    if op.act_clip is None or op.act_bits == FLOAT_ACT_BITS:
+        weight = dequantize_bipolar(op.bit_planes, op.scales, in_features, op.group_size)
+        return linear(x, weight.to(x.dtype), None if op.bias is None else op.bias.to(x.dtype))
+    x_codes, step = quantize_activations(x.reshape(-1, in_features), op.act_clip, op.act_bits, op.per_token)
+    x_values = codes_to_values(x_codes, op.act_bits)
+    w_values = codes_to_values(unpack_codes(op.bit_planes, in_features), weight_bits)
+    bound, width = largest_value(op.act_bits) * largest_value(weight_bits), group_width(op.group_size, in_features)
     y = torch.zeros(x_values.shape[0], w_values.shape[0], dtype=torch.float32, device=x.device)
-    for group, start in enumerate(range(0, columns, width)):
+    for group, start in enumerate(range(0, in_features, width)):
         part = slice(start, start + width)
-        y += integer_product(x_values[:, part], w_values[:, part], bound).float() * (step * scales[:, group].float())
-    if bias is not None:
-        y += bias.float()
+        y += integer_product(x_values[:, part], w_values[:, part], bound).float() * (step * op.scales[:, group].float())
+    if op.bias is not None:
+        y += op.bias.float()
     return y.to(x.dtype).reshape(*x.shape[:-1], -1)
 
 
-def bipolar_prepared_linear_reference(
-    x: Tensor,
-    tiles: Tensor,
-    row_sums: Tensor,
-    scales: Tensor,
-    act_clip: Tensor,
-    bias: Tensor | None,
-    act_bits: int,
-    per_token: bool,
-) -> Tensor:
-    """bipolar_linear of a per-channel weight in tile order (ops.bipolar_tiles): tiles, row_sums [N], scales [N, 1]."""
-    bit_planes = untile_weight(tiles, row_sums.shape[0], packed_width(x.shape[-1]))
-    return bipolar_linear_reference(x, bit_planes, scales, act_clip, bias, act_bits, ROW_WISE, per_token)
+def bipolar_prepared_linear_reference(op: BipolarPreparedLinear) -> Tensor:
+    """bipolar_linear_reference of the weight that the tiles were made from."""
+    bit_planes = untile_weight(op.tiles, op.row_sums.shape[0], packed_width(op.x.shape[-1]))
+    plain = BipolarLinear(op.x, bit_planes, op.scales, op.act_clip, op.bias, op.act_bits, ROW_WISE, op.per_token)
+    return bipolar_linear_reference(plain)
 
 
-def _prepared_cuda(
-    x: Tensor,
-    tiles: Tensor,
-    row_sums: Tensor,
-    scales: Tensor,
-    act_clip: Tensor,
-    bias: Tensor | None,
-    act_bits: int,
-    per_token: bool,
-) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    y = multiply(rows, act_clip, (tiles, row_sums, scales), _typed(bias, x.dtype), act_bits, per_token)
-    return y.reshape(*x.shape[:-1], -1)
+def _prepared_linear_cuda(op: BipolarPreparedLinear) -> Tensor:
+    x = op.x.reshape(-1, op.x.shape[-1])
+    weight, bias = Weight(op.tiles, op.row_sums, op.scales), None if op.bias is None else op.bias.to(x.dtype)
+    y = multiply(x, op.act_clip, weight, bias=bias, act_bits=op.act_bits, per_token=op.per_token)
+    return y.reshape(*op.x.shape[:-1], -1)
 
 
-def _linear_cuda(
-    x: Tensor,
-    bit_planes: Tensor,
-    scales: Tensor,
-    act_clip: Tensor | None,
-    bias: Tensor | None,
-    act_bits: int,
-    group_size: int,
-    per_token: bool,
-) -> Tensor:
+def _linear_cuda(op: BipolarLinear) -> Tensor:
     """Canonical tensors on a GPU: tiled anew at each call; a model is prepared once when it is loaded.
 
     Per-group and weight-only weights are binary-coded weights with scales s 2**i, so the bcq kernels multiply them;
     activations are then rounded to their codes first and the product is in x's dtype.
     """
-    columns = x.shape[-1]
-    if act_clip is not None and group_width(group_size, columns) == columns:
-        row_sums = plane_row_sums(bit_planes, columns)
-        return _prepared_cuda(x, tile_weight(bit_planes), row_sums, scales, act_clip, bias, act_bits, per_token)
-    rounded = x if act_clip is None else round_activations(x, act_clip, act_bits, per_token)
-    return bcq_linear(rounded, bit_planes, bcq_scales(scales, bit_planes.shape[0]), None, bias, group_size)
+    in_features, scales = op.x.shape[-1], op.scales
+    if op.act_clip is not None and group_width(op.group_size, in_features) == in_features:
+        tiles, sums = tile_weight(op.bit_planes), plane_row_sums(op.bit_planes, in_features)
+        prepared = BipolarPreparedLinear(op.x, tiles, sums, scales, op.act_clip, op.bias, op.act_bits, op.per_token)
+        return _prepared_linear_cuda(prepared)
+    rounded = op.x if op.act_clip is None else round_activations(op.x, op.act_clip, op.act_bits, op.per_token)
+    return bcq_linear(rounded, op.bit_planes, bcq_scales(scales, op.bit_planes.shape[0]), None, op.bias, op.group_size)
 
 
 def round_activations(x: Tensor, act_clip: Tensor, act_bits: int, per_token: bool) -> Tensor:
@@ -181,24 +172,44 @@ def bcq_scales(scales: Tensor, weight_bits: int) -> Tensor:
     return powers[:, None, None] * scales
 
 
-def _typed(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if bias is None else bias.to(dtype)
+_SAMPLE_SHAPES = ((1, 5, 40), (7, 65, 1030), (70, 130, 264))  # M, N, K: few tokens for the GEMV, and many
+_SAMPLE_GROUP = 64
+_SAMPLE_BITS = ((1, 2), (3, 4), (4, 8))  # of weight and activations: binary products, INT8 products
 
 
-def _fake(x: Tensor, bit_planes: Tensor, *_rest: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], bit_planes.shape[1])
+def _linear_samples() -> Iterator[BipolarLinear]:
+    for (tokens, out_features, in_features), (weight_bits, act_bits) in product(_SAMPLE_SHAPES, _SAMPLE_BITS):
+        codes = torch.randint(0, 1 << weight_bits, (out_features, in_features), dtype=torch.uint8)
+        planes, x = pack_codes(codes, weight_bits), torch.randn(tokens, in_features)
+        clip, bias = torch.tensor([0.7]), torch.randn(out_features)
+        scales = (torch.rand(out_features, 1) * 0.01 + 0.001).half()
+        yield BipolarLinear(x, planes, scales, clip, bias, act_bits, ROW_WISE, True)
+        yield BipolarLinear(x.half(), planes, scales, clip, None, act_bits, ROW_WISE, False)
+        grouped = scales.expand(-1, -(-in_features // _SAMPLE_GROUP)).contiguous()
+        yield BipolarLinear(x.half(), planes, grouped, clip, None, act_bits, _SAMPLE_GROUP, True)
+        yield BipolarLinear(x.half(), planes, grouped, None, bias.half(), FLOAT_ACT_BITS, _SAMPLE_GROUP, True)
 
 
-def _prepared_fake(x: Tensor, _tiles: Tensor, row_sums: Tensor, *_rest: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], row_sums.shape[0])
+def _prepared_linear_samples() -> Iterator[BipolarPreparedLinear]:
+    for op in _linear_samples():
+        if op.act_clip is not None and op.group_size == ROW_WISE:
+            tiles, sums = tile_weight(op.bit_planes), plane_row_sums(op.bit_planes, op.x.shape[-1])
+            yield BipolarPreparedLinear(op.x, tiles, sums, op.scales, op.act_clip, op.bias, op.act_bits, op.per_token)
 
 
-LIBRARY.impl("bipolar_linear", bipolar_linear_reference, "CPU")
-LIBRARY.impl("bipolar_linear", _linear_cuda, "CUDA")
-LIBRARY.impl("bipolar_prepared_linear", bipolar_prepared_linear_reference, "CPU")
-LIBRARY.impl("bipolar_prepared_linear", _prepared_cuda, "CUDA")
-torch.library.register_fake("quantkit::bipolar_linear", _fake, lib=LIBRARY)
-torch.library.register_fake("quantkit::bipolar_prepared_linear", _prepared_fake, lib=LIBRARY)
-
-bipolar_linear = torch.ops.quantkit.bipolar_linear.default
-bipolar_prepared_linear = torch.ops.quantkit.bipolar_prepared_linear.default
+bipolar_linear = define_op(
+    "bipolar_linear",
+    BipolarLinear,
+    reference=bipolar_linear_reference,
+    cuda=_linear_cuda,
+    fake=lambda op: op.x.new_empty(*op.x.shape[:-1], op.bit_planes.shape[1]),
+    samples=_linear_samples,
+)
+bipolar_prepared_linear = define_op(
+    "bipolar_prepared_linear",
+    BipolarPreparedLinear,
+    reference=bipolar_prepared_linear_reference,
+    cuda=_prepared_linear_cuda,
+    fake=lambda op: op.x.new_empty(*op.x.shape[:-1], op.row_sums.shape[0]),
+    samples=_prepared_linear_samples,
+)

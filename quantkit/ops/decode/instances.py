@@ -4,44 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quantkit.cuda.architectures import Architecture
 from quantkit.cuda.compile import CompileUnit
+from quantkit.cuda.source import KernelSource
+from quantkit.ops.constants import SHARED_CONSTANTS
+from quantkit.ops.decode.layout import DTYPE_CODES_TAKEN, HEAD_DIMS, VECTOR_VALUES
 
-HEAD_DIMS = (64, 128, 256)
-DTYPES = (0, 1)  # fp16 and bf16, as kernels/shared/common.cuh numbers them
 NORM_THREADS, ATTENTION_THREADS, GATED_THREADS = 512, 512, 128
-NORM_VECTORS = (1, 2, 4)  # 16-byte pieces of a row per thread
-_PASS_COLUMNS = NORM_THREADS * 8
-NORM_COLUMNS = _PASS_COLUMNS * NORM_VECTORS[-1]  # the longest row
-SLICE_ENTRIES = 4096  # of a cache, whose scores a block keeps in shared memory
-SLICE_STEP = 64  # entries of a slice are a multiple; also in decode_attention.cu
+_NORM_VECTORS = (1, 2, 4)  # 16-byte vectors of a token per thread
+_PASS_VALUES = NORM_THREADS * VECTOR_VALUES
+SPLIT_STEP = 64
+"""Entries of a split of the cache are a multiple of this."""
+
+_CONSTANTS = {
+    **SHARED_CONSTANTS,
+    "VECTOR_VALUES": VECTOR_VALUES,
+    "NORM_THREADS": NORM_THREADS,
+    "ATTENTION_THREADS": ATTENTION_THREADS,
+    "GATED_THREADS": GATED_THREADS,
+    "SPLIT_STEP": SPLIT_STEP,
+}
+_NORM = KernelSource("decode/norm.cu", _CONSTANTS)
+_ATTENTION = KernelSource("decode/attention.cu", _CONSTANTS)
 
 
-def norm_unit(centered: bool, dtype: int, columns: int) -> CompileUnit:
-    """decodeNorm: LayerNorm (centered) or RMSNorm of rows up to NORM_COLUMNS; dtype: one of DTYPES."""
-    vectors = next(count for count in NORM_VECTORS if columns <= count * _PASS_COLUMNS)
-    return CompileUnit("decode/norm.cu", "decodeNorm", (centered, dtype, vectors))
-
-
-def attention_unit(head_dim: int, dtype: int) -> CompileUnit:
-    """decodeAttention for one of HEAD_DIMS and one of DTYPES."""
-    return CompileUnit("decode/attention.cu", "decodeAttention", (head_dim, dtype))
-
-
-def merge_unit(head_dim: int, dtype: int) -> CompileUnit:
-    """decodeMerge of the slices of decodeAttention."""
-    return CompileUnit("decode/attention.cu", "decodeMerge", (head_dim, dtype))
+def norm_unit(centered: bool, dtype: int, in_features: int) -> CompileUnit:
+    """decodeNorm: LayerNorm (centered) or RMSNorm over up to MOST_NORM_VALUES; dtype: one of DTYPE_CODES_TAKEN."""
+    vectors = next(count for count in _NORM_VECTORS if in_features <= count * _PASS_VALUES)
+    return CompileUnit(_NORM, "decodeNorm", (centered, dtype, vectors))
 
 
 def gated_unit(dtype: int) -> CompileUnit:
-    """decodeGated for one of DTYPES."""
-    return CompileUnit("decode/norm.cu", "decodeGated", (dtype,))
+    """decodeGated for one of DTYPE_CODES_TAKEN."""
+    return CompileUnit(_NORM, "decodeGated", (dtype,))
 
 
-def decode_units(major: int, minor: int) -> Iterator[CompileUnit]:
+def attention_unit(head_dim: int, dtype: int) -> CompileUnit:
+    """decodeAttention for one of HEAD_DIMS and one of DTYPE_CODES_TAKEN."""
+    return CompileUnit(_ATTENTION, "decodeAttention", (head_dim, dtype))
+
+
+def combine_unit(head_dim: int, dtype: int) -> CompileUnit:
+    """decodeCombine, which adds up the splits of decodeAttention."""
+    return CompileUnit(_ATTENTION, "decodeCombine", (head_dim, dtype))
+
+
+def decode_units(_row: Architecture) -> Iterator[CompileUnit]:
     """Every decoding instance; the same on every GPU."""
-    for dtype in DTYPES:
-        for vectors in NORM_VECTORS:
-            yield from (norm_unit(centered, dtype, vectors * _PASS_COLUMNS) for centered in (True, False))
+    for dtype in DTYPE_CODES_TAKEN:
+        for vectors in _NORM_VECTORS:
+            yield from (norm_unit(centered, dtype, vectors * _PASS_VALUES) for centered in (True, False))
         yield gated_unit(dtype)
         for head_dim in HEAD_DIMS:
-            yield from (attention_unit(head_dim, dtype), merge_unit(head_dim, dtype))
+            yield from (attention_unit(head_dim, dtype), combine_unit(head_dim, dtype))

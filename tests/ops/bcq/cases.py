@@ -9,45 +9,47 @@ from torch import Tensor
 
 from quantkit.formats.bcq import BcqTensors, dequantize_stored, group_count
 from quantkit.formats.planes import pack_bits
+from quantkit.ops.bcq.instances import SOURCES
 from quantkit.ops.bcq.layout import BcqTiles, tile
+
+KERNELS = tuple(SOURCES)
+BINARY, INT8, LUT, DEQUANTIZE = KERNELS
 
 
 @dataclass(frozen=True)
 class BcqWeight:
     stored: BcqTensors
     group_size: int
-    columns: int
+    in_features: int
 
     @property
-    def rows(self) -> int:
+    def out_features(self) -> int:
         return self.stored.signs.shape[1]
 
     def to(self, device: torch.device) -> BcqWeight:
         moved = {name: tensor.to(device) for name, tensor in self.stored.named().items()}
-        return BcqWeight(BcqTensors.of(moved), self.group_size, self.columns)
+        return BcqWeight(BcqTensors.of(moved), self.group_size, self.in_features)
 
     def tiled(self) -> BcqTiles:
-        return tile(self.stored, self.columns, self.group_size)
+        return tile(self.stored, self.in_features, self.group_size)
 
     def dequantized(self) -> Tensor:
         """[N, K] fp64."""
-        return dequantize_stored(self.stored, self.columns, self.group_size).double()
+        return dequantize_stored(self.stored, self.in_features, self.group_size).double()
 
 
-def random_weight(
-    bits: int, rows: int, columns: int, group_size: int, *, offset: bool, scale_bits: int = 16
-) -> BcqWeight:
-    groups = group_count(group_size, columns)
-    signs = pack_bits(torch.randint(0, 2, (bits, rows, columns)))
-    scales = torch.rand(bits, rows, groups) * 0.02 + 0.001
-    constant = torch.randn(rows, groups) * 0.01
+def random_weight(bits: int, n: int, k: int, group_size: int, *, offset: bool, scale_bits: int = 16) -> BcqWeight:
+    groups = group_count(group_size, k)
+    signs = pack_bits(torch.randint(0, 2, (bits, n, k)))
+    scales = torch.rand(bits, n, groups) * 0.02 + 0.001
+    constant = torch.randn(n, groups) * 0.01
     if scale_bits == 16:
         stored = BcqTensors(signs, scales.half(), constant.half() if offset else None)
     else:
         codes, shifts = torch.randint(0, 256, scales.shape), torch.randint(-128, 128, constant.shape)
-        factors = (torch.rand(rows, 1) * 8e-5 + 1e-5).half()
+        factors = (torch.rand(n, 1) * 8e-5 + 1e-5).half()
         stored = BcqTensors(signs, codes.to(torch.uint8), shifts.to(torch.int8) if offset else None, factors)
-    return BcqWeight(stored, group_size, columns)
+    return BcqWeight(stored, group_size, k)
 
 
 def linear_arguments(weight: BcqWeight, bias: Tensor | None) -> tuple[Tensor | int | None, ...]:
@@ -60,4 +62,4 @@ def prepared_arguments(
     tiles: BcqTiles, bias: Tensor | None, kernel: str = "auto"
 ) -> tuple[Tensor | int | str | bool | None, ...]:
     """What bcq_linear_prepared takes after x."""
-    return tiles.tiles, tiles.scale_tiles, bias, tiles.rows, tiles.group_size, kernel, False, tiles.factor_tiles
+    return tiles.tiles, tiles.scale_tiles, bias, tiles.out_features, tiles.group_size, kernel, False, tiles.factor_tiles

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.cuda.architectures import architecture
+from quantkit.cuda.device import Gpu
+from quantkit.cuda.source import KernelSource
 from quantkit.errors import KernelError
-from quantkit.ops.bcq import autotune as bcq_choice
+from quantkit.ops.bcq import autotune
 from quantkit.ops.bcq.autotune import choose, gpu_key, shape_class
-from quantkit.ops.bcq.launch import BINARY, DEQUANTIZE, INT8, LUT
 from quantkit.ops.bcq.layout import BcqTiles
-from tests.ops.bcq.cases import random_weight
+from tests.ops.bcq.cases import BINARY, DEQUANTIZE, INT8, LUT, random_weight
 
 GPU = "Some GPU"
 CPU = torch.device("cpu")
@@ -22,18 +24,18 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """Where the table is; pretends that CPU tensors are on a GPU of compute capability 9.0."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
-    monkeypatch.setattr(bcq_choice, "compute_capability", lambda device: (9, 0))
-    bcq_choice._table.cache_clear()
-    bcq_choice.gpu_key.cache_clear()
-    path = tmp_path / "quantkit" / "kernels" / "bcq_choice.json"
+    monkeypatch.setattr(autotune, "gpu_of", lambda device: Gpu(architecture(9, 0), 132))
+    autotune._table.cache_clear()
+    autotune.gpu_key.cache_clear()
+    path = tmp_path / "quantkit" / "kernels" / "bcq_autotune.json"
     path.parent.mkdir(parents=True)
     yield path
-    bcq_choice._table.cache_clear()
-    bcq_choice.gpu_key.cache_clear()
+    autotune._table.cache_clear()
+    autotune.gpu_key.cache_clear()
 
 
-def x(rows: int, columns: int = 4096, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    return torch.empty(rows, columns, dtype=dtype)
+def x(tokens: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.empty(tokens, 4096, dtype=dtype)
 
 
 def test_near_shapes_share_a_class() -> None:
@@ -42,7 +44,7 @@ def test_near_shapes_share_a_class() -> None:
     assert shape_class(4, 4096, 4096, 64, 8) == "q4-s64-n12-k12-scales8"
 
 
-def test_unmeasured_shapes_follow_the_capability_table(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmeasured_shapes_follow_the_gpu_generation(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(x(1), 4, 4096, 128) == BINARY
     assert choose(x(1), 4, 4096, 40) == LUT
     assert choose(x(2), 4, 4096, 128) == choose(x(2), 4, 4096, -1) == BINARY
@@ -52,17 +54,17 @@ def test_unmeasured_shapes_follow_the_capability_table(table: Path, monkeypatch:
     assert choose(x(1), 4, 4096, 64) == BINARY
     assert choose(x(9), 4, 4096, 128) == DEQUANTIZE
     assert choose(x(1, dtype=torch.float32), 4, 4096, 128) == DEQUANTIZE
-    monkeypatch.setattr(bcq_choice, "compute_capability", lambda device: (12, 0))  # binary products emulated
+    monkeypatch.setattr(autotune, "gpu_of", lambda device: Gpu(architecture(12, 0), 132))  # binary products emulated
     assert choose(x(1), 4, 4096, 128) == LUT
     assert choose(x(2), 4, 4096, 128) == INT8
 
 
 def test_the_table_decides_and_an_edit_overrides(table: Path) -> None:
     rows = {str(count): BINARY for count in (1, 2, 4, 8, 16)} | {"32": DEQUANTIZE, "64": DEQUANTIZE}
-    table.write_text(f'{{"{gpu_key(CPU)}": {{"q4-s128-n12-k12": {str(rows).replace(chr(39), chr(34))}}}}}')
+    table.write_text(json.dumps({gpu_key(CPU): {"q4-s128-n12-k12": rows}}))
     assert [choose(x(count), 4, 4096, 128) for count in (3, 9, 17, 65)] == [BINARY, BINARY, DEQUANTIZE, DEQUANTIZE]
     table.write_text(table.read_text().replace('"1": "bcq_binary_gemv"', '"1": "bcq_lut_gemv"'))
-    bcq_choice._table.cache_clear()
+    autotune._table.cache_clear()
     assert choose(x(1), 4, 4096, 128) == LUT
 
 
@@ -77,8 +79,8 @@ def test_a_new_class_is_measured_on_two_copies_of_the_weight(
     timed: list[tuple[str, BcqTiles]] = []
     tokens: dict[str, set[int]] = defaultdict(set)
 
-    def product(kernel: str, given: torch.Tensor, multiplied: BcqTiles, *_: object, settled: bool) -> None:
-        assert settled
+    def product(kernel: str, given: torch.Tensor, multiplied: BcqTiles, *_: object, weights_ready: bool) -> None:
+        assert weights_ready
         timed.append((kernel, multiplied))
         tokens[kernel].add(len(given))
 
@@ -92,24 +94,24 @@ def test_a_new_class_is_measured_on_two_copies_of_the_weight(
         assert torch.equal(other.tiles, own.tiles)
         return seconds[kernel]
 
-    monkeypatch.setattr(bcq_choice, "product", product)
-    monkeypatch.setattr(bcq_choice, "cold_seconds", cold_seconds)
-    bcq_choice.ensure_measured(weight)
+    monkeypatch.setattr(autotune, "product", product)
+    monkeypatch.setattr(autotune, "cold_seconds", cold_seconds)
+    autotune.ensure_measured(weight)
     (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
     assert rows == dict.fromkeys(("1", "2", "4", "8"), LUT) | dict.fromkeys(("16", "32", "64"), INT8)
     assert (min(tokens[INT8]), max(tokens[INT8])) == (least, 64)  # one row is never faster on it with wide groups
     assert max(tokens[LUT]) == 8
     count = len(timed)
-    bcq_choice.ensure_measured(weight)
+    autotune.ensure_measured(weight)
     assert len(timed) == count
 
 
 def test_the_usual_kernel_stays_where_another_is_hardly_faster(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_weight(2, 32, 256, 128, offset=True).tiled()
     seconds = {BINARY: 1.0, INT8: 1.0, LUT: 0.96, DEQUANTIZE: 1.04}
-    monkeypatch.setattr(bcq_choice, "product", lambda kernel, *_, settled: seconds[kernel])
-    monkeypatch.setattr(bcq_choice, "cold_seconds", lambda before, call, _: call())
-    bcq_choice.ensure_measured(weight)
+    monkeypatch.setattr(autotune, "product", lambda kernel, *_, weights_ready: seconds[kernel])
+    monkeypatch.setattr(autotune, "cold_seconds", lambda before, call, _: call())
+    autotune.ensure_measured(weight)
     (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
     usual = {"1": BINARY, "2": BINARY, "4": INT8, "8": INT8}
     assert rows == usual | dict.fromkeys(("16", "32", "64"), DEQUANTIZE)
@@ -118,15 +120,15 @@ def test_the_usual_kernel_stays_where_another_is_hardly_faster(table: Path, monk
 def test_what_other_kernels_took_does_not_count(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = gpu_key(CPU)
     assert first.startswith(GPU)
-    table.write_text(json.dumps({first: {"q4-s128-n12-k12": dict.fromkeys(map(str, bcq_choice.ROW_CLASSES), LUT)}}))
+    table.write_text(json.dumps({first: {"q4-s128-n12-k12": dict.fromkeys(map(str, autotune.TOKEN_CLASSES), LUT)}}))
     assert choose(x(1), 4, 4096, 128) == LUT
-    monkeypatch.setattr(bcq_choice, "kernel_source", lambda file: "another kernel")
-    bcq_choice.gpu_key.cache_clear()
+    monkeypatch.setattr(KernelSource, "text", "another kernel")
+    autotune.gpu_key.cache_clear()
     assert choose(x(1), 4, 4096, 128) == BINARY
 
 
 @pytest.mark.parametrize("content", ["{", '{"Some GPU": {"q": {"1": "nonsense"}}}'], ids=["json", "kernel"])
 def test_damaged_tables_are_one_line(table: Path, content: str) -> None:
     table.write_text(content)
-    with pytest.raises(KernelError, match=r"bcq_choice\.json"):
+    with pytest.raises(KernelError, match=r"bcq_autotune\.json"):
         choose(x(1), 4, 4096, 128)

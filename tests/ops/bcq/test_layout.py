@@ -4,7 +4,7 @@ from torch import Tensor
 
 from quantkit.formats.bcq import SCALE_BITS, group_width
 from quantkit.formats.planes import unpack_bits
-from quantkit.ops.bcq.layout import TILE_COLUMNS, tile_counts, untile
+from quantkit.ops.bcq.layout import TILE_K, tile_counts, untile
 from tests.ops.bcq.cases import BcqWeight, random_weight
 
 SHAPES = [(16, 256, 128), (33, 72, 64), (20, 576, 128), (7, 40, 8), (48, 520, -1), (16, 640, 320)]
@@ -15,11 +15,11 @@ FIXED_POINT_RTOL = 2.0**-12  # 16-bit planes with one scale per segment of Gauss
 
 @pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
 @pytest.mark.parametrize("offset", [False, True], ids=["plain", "offset"])
-@pytest.mark.parametrize(("rows", "columns", "group_size"), SHAPES, ids=SHAPE_IDS)
+@pytest.mark.parametrize(("n", "k", "group_size"), SHAPES, ids=SHAPE_IDS)
 def test_restoring_tiles_gives_the_canonical_bits(
-    rows: int, columns: int, group_size: int, offset: bool, scale_bits: int
+    n: int, k: int, group_size: int, offset: bool, scale_bits: int
 ) -> None:
-    weight = random_weight(3, rows, columns, group_size, offset=offset, scale_bits=scale_bits)
+    weight = random_weight(3, n, k, group_size, offset=offset, scale_bits=scale_bits)
     before, after = weight.stored.named(), untile(weight.tiled()).named()
     assert list(after) == list(before)
     for name, tensor in before.items():
@@ -30,10 +30,10 @@ def test_restoring_tiles_gives_the_canonical_bits(
 def test_sign_tiles_follow_the_drawing() -> None:
     weight = random_weight(2, 40, 700, 128, offset=False)
     tiles = weight.tiled().tiles
-    bits = unpack_bits(weight.stored.signs, weight.columns)
+    bits = unpack_bits(weight.stored.signs, weight.in_features)
     for plane, row, column in [(0, 0, 0), (1, 7, 31), (0, 8, 32), (1, 21, 300), (0, 39, 699), (1, 30, 511)]:
         row_tile, local = divmod(row, 16)
-        k_tile, inner = divmod(column, TILE_COLUMNS)
+        k_tile, inner = divmod(column, TILE_K)
         word, bit = divmod(inner, 32)
         lane = (local % 8) * 4 + word % 4
         part = word // 4 * 2 + local // 8  # x, y, z, w
@@ -86,21 +86,21 @@ def _planes(x: Tensor) -> tuple[Tensor, float]:
 def _fragment_gemv(weight: BcqWeight, x: Tensor, segment: int) -> Tensor:
     """The binary tensor-core product in plain integers, straight from the tiles: what each lane of a warp computes."""
     tiles, scale_tiles = weight.tiled().tiles, weight.tiled().scale_tiles
-    row_tiles, k_tiles = tile_counts(weight.rows, weight.columns)
-    padded = torch.zeros(k_tiles * TILE_COLUMNS, dtype=torch.float64)
-    padded[: weight.columns] = x
+    n_tiles, k_tiles = tile_counts(weight.out_features, weight.in_features)
+    padded = torch.zeros(k_tiles * TILE_K, dtype=torch.float64)
+    padded[: weight.in_features] = x
     bits, entries = tiles.shape[2], scale_tiles.shape[3]
-    width = group_width(weight.group_size, weight.columns)
-    y = torch.zeros(row_tiles * 16, dtype=torch.float64)
+    width = group_width(weight.group_size, weight.in_features)
+    y = torch.zeros(n_tiles * 16, dtype=torch.float64)
     words = tiles.to(torch.int64) & 0xFFFFFFFF
-    for start in range(0, k_tiles * TILE_COLUMNS, segment):
+    for start in range(0, k_tiles * TILE_K, segment):
         part = padded[start : start + segment]
         if not part.any():
             continue
         planes, scale = _planes(part)
         signed = torch.tensor([2.0**p for p in range(15)] + [-(2.0**15)], dtype=torch.float64)
         group = min(start // width, scale_tiles.shape[1] - 1)
-        for row in range(row_tiles * 16):
+        for row in range(n_tiles * 16):
             local, row_tile = row % 16, row // 16
             lanes = [(local % 8) * 4 + word % 4 for word in range(8)]
             for entry in range(entries):
@@ -109,23 +109,23 @@ def _fragment_gemv(weight: BcqWeight, x: Tensor, segment: int) -> Tensor:
                 if entry == bits:
                     y[row] += a * scale * codes_sum
                     continue
-                tile = words[row_tile, start // TILE_COLUMNS, entry]
+                tile = words[row_tile, start // TILE_K, entry]
                 row_bits = torch.cat(
                     [(tile[lanes[w] * 4 + w // 4 * 2 + local // 8] >> torch.arange(32)) & 1 for w in range(8)]
-                )[start % TILE_COLUMNS : start % TILE_COLUMNS + segment]
+                )[start % TILE_K : start % TILE_K + segment]
                 counts = (planes & row_bits).sum(1).double()
                 y[row] += a * scale * float(2 * (counts * signed).sum() - codes_sum)
-    return y[: weight.rows]
+    return y[: weight.out_features]
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "group_size", "segment"),
+    ("n", "k", "group_size", "segment"),
     [(18, 576, 128, 128), (16, 320, 32, 32), (16, 300, -1, 256), (16, 400, 192, 64)],
     ids=["short-last-group", "g32", "row-wise", "g192"],
 )
-def test_plane_counts_from_tiles_give_the_product(rows: int, columns: int, group_size: int, segment: int) -> None:
-    weight = random_weight(2, rows, columns, group_size, offset=True)
-    x = torch.randn(columns).half().double()
+def test_plane_counts_from_tiles_give_the_product(n: int, k: int, group_size: int, segment: int) -> None:
+    weight = random_weight(2, n, k, group_size, offset=True)
+    x = torch.randn(k).half().double()
     expected = weight.dequantized() @ x
     got = _fragment_gemv(weight, x, segment)
     assert (got - expected).norm() <= FIXED_POINT_RTOL * expected.norm()

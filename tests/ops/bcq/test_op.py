@@ -6,20 +6,32 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.cuda.architectures import ARCHITECTURES
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import SCALE_BITS, BcqTensors
-from quantkit.ops.bcq.launch import BINARY, DEQUANTIZE, INT8, KERNELS, LUT, candidates
+from quantkit.ops.bcq.launch import candidates
 from quantkit.ops.bcq.op import bcq_dequantize, bcq_linear, bcq_linear_prepared
-from tests.ops.bcq.cases import BcqWeight, linear_arguments, prepared_arguments, random_weight
+from tests.ops.bcq.cases import (
+    BINARY,
+    DEQUANTIZE,
+    INT8,
+    KERNELS,
+    LUT,
+    BcqWeight,
+    linear_arguments,
+    prepared_arguments,
+    random_weight,
+)
 
 CUDA = torch.device("cuda")
+HOPPER, BLACKWELL = ARCHITECTURES[9, 0], ARCHITECTURES[12, 0]
 # Relative error of the whole output, in norm: rounding of x's type on output (2^-11 and 2^-8), with slack for the
 # fixed-point planes (a few 2^-16) and, for dequantize, the weight rounded to x's type.
 RTOL = {torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2, torch.float32: 2e-5}
 OUTLIER_RTOL = 4e-3  # one element 1000 times the rest: the rest keeps 5 to 6 bits, the norm of y hides it
 TYPES = [torch.float16, torch.bfloat16]
 TYPE_IDS = ["fp16", "bf16"]
-SHAPES = [  # rows, columns, group size
+SHAPES = [  # N, K, group size
     (16, 256, 128),
     (576, 576, 128),  # short last group
     (1000, 1536, 64),
@@ -32,19 +44,19 @@ SHAPES = [  # rows, columns, group size
     (64, 20480, 128),
     (50, 24700, 128),  # long enough to be split within a cluster, into unequal parts
 ]
-KERNEL_SHAPES = [(*it, kernel) for it in SHAPES for kernel in candidates(torch.float16, it[2], it[1])]
+KERNEL_SHAPES = [(*it, kernel) for it in SHAPES for kernel in candidates(torch.float16, it[2], it[1], HOPPER)]
 KERNEL_SHAPE_IDS = [f"{n}x{k}-g{g}-{kernel}" for n, k, g, kernel in KERNEL_SHAPES]
 
 
-TOKEN_SHAPES = [  # planes, rows, columns, group size
-    (1, 257, 1000, 32),
-    (3, 130, 777, 96),  # rows of x not 16-byte aligned
+SANITIZED = pytest.mark.sanitize
+TOKEN_SHAPES = [  # planes, N, K, group size
+    pytest.param(1, 257, 1000, 32, marks=SANITIZED),
+    pytest.param(3, 130, 777, 96, marks=SANITIZED),  # rows of x not 16-byte aligned
     (4, 80, 24700, 128),  # too long for shared memory with eight tokens: several passes
     (4, 272, 16640, 32),
-    (6, 320, 1280, 64),
+    pytest.param(6, 320, 1280, 64, marks=SANITIZED),
     (7, 40, 1280, -1),
 ]
-TOKEN_SHAPE_IDS = [f"q{q}-{n}x{k}-g{g}" for q, n, k, g in TOKEN_SHAPES]
 
 
 def relative_error(y: Tensor, expected: Tensor) -> float:
@@ -62,7 +74,7 @@ def run(weight: BcqWeight, x: Tensor, bias: Tensor | None, kernel: str) -> Tenso
 
 def dequantize(weight: BcqWeight, dtype: torch.dtype) -> Tensor:
     tiles = weight.tiled()
-    sizes = (weight.rows, weight.columns, weight.group_size)
+    sizes = (weight.out_features, weight.in_features, weight.group_size)
     return bcq_dequantize(tiles.tiles, tiles.scale_tiles, *sizes, dtype, tiles.factor_tiles)
 
 
@@ -81,27 +93,18 @@ def test_dequantize_twin_rebuilds_the_weight(scale_bits: int) -> None:
     assert torch.equal(dequantize(weight, torch.float32).double(), weight.dequantized())
 
 
-@pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
-def test_ops_pass_opcheck(scale_bits: int, device: torch.device) -> None:
-    weight = random_weight(2, 32, 320, 64, offset=True, scale_bits=scale_bits).to(device)
-    x, tiles = torch.randn(3, 320, device=device).half(), weight.tiled()
-    torch.library.opcheck(bcq_linear, (x, *linear_arguments(weight, None)))
-    torch.library.opcheck(bcq_linear_prepared, (x, *prepared_arguments(tiles, None)))
-    stored = (tiles.tiles, tiles.scale_tiles)
-    torch.library.opcheck(bcq_dequantize, (*stored, 32, 320, 64, torch.float16, tiles.factor_tiles))
-
-
-def test_candidates_follow_type_and_group_size() -> None:
-    assert candidates(torch.float16, 128, 576) == KERNELS
-    assert candidates(torch.float16, -1, 577) == KERNELS
-    assert candidates(torch.bfloat16, 24, 576) == (LUT, DEQUANTIZE)
-    assert candidates(torch.float32, 128, 576) == (DEQUANTIZE,)
+def test_candidates_follow_type_group_size_and_gpu() -> None:
+    assert candidates(torch.float16, 128, 576, HOPPER) == KERNELS
+    assert candidates(torch.float16, -1, 577, HOPPER) == KERNELS
+    assert candidates(torch.bfloat16, 24, 576, HOPPER) == (LUT, DEQUANTIZE)
+    assert candidates(torch.float32, 128, 576, HOPPER) == (DEQUANTIZE,)
+    assert candidates(torch.float16, 128, 576, BLACKWELL) == (INT8, LUT, DEQUANTIZE)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("rows", "columns", "group_size", "kernel"), KERNEL_SHAPES, ids=KERNEL_SHAPE_IDS)
+@pytest.mark.parametrize(("n", "k", "group_size", "kernel"), KERNEL_SHAPES, ids=KERNEL_SHAPE_IDS)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 8], ids="q{}".format)
-def test_kernel_matches_fp64(bits: int, rows: int, columns: int, group_size: int, kernel: str) -> None:
+def test_kernel_matches_fp64(bits: int, n: int, k: int, group_size: int, kernel: str) -> None:
     cases = [
         (1, True, torch.float16, 16),
         (1, False, torch.float16, 16),
@@ -111,9 +114,9 @@ def test_kernel_matches_fp64(bits: int, rows: int, columns: int, group_size: int
         (3, False, torch.bfloat16, 8),
     ]
     for tokens, offset, dtype, scale_bits in cases:
-        weight = random_weight(bits, rows, columns, group_size, offset=offset, scale_bits=scale_bits)
-        x = torch.randn(tokens, columns, device=CUDA).to(dtype)
-        bias = torch.randn(rows, device=CUDA).to(dtype) if offset else None
+        weight = random_weight(bits, n, k, group_size, offset=offset, scale_bits=scale_bits)
+        x = torch.randn(tokens, k, device=CUDA).to(dtype)
+        bias = torch.randn(n, device=CUDA).to(dtype) if offset else None
         y = run(weight, x, bias, kernel)
         assert y.dtype == dtype
         error = relative_error(y, reference(weight, x, bias))
@@ -122,11 +125,11 @@ def test_kernel_matches_fp64(bits: int, rows: int, columns: int, group_size: int
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("kernel", [BINARY, INT8])
-@pytest.mark.parametrize(("bits", "rows", "columns", "group_size"), TOKEN_SHAPES, ids=TOKEN_SHAPE_IDS)
-def test_kernel_at_every_token_count(bits: int, rows: int, columns: int, group_size: int, kernel: str) -> None:
-    weight = random_weight(bits, rows, columns, group_size, offset=True)
+@pytest.mark.parametrize(("bits", "n", "k", "group_size"), TOKEN_SHAPES)
+def test_kernel_at_every_token_count(bits: int, n: int, k: int, group_size: int, kernel: str) -> None:
+    weight = random_weight(bits, n, k, group_size, offset=True)
     for tokens in (*range(1, 10), 17):
-        x = torch.randn(tokens, columns, device=CUDA).half()
+        x = torch.randn(tokens, k, device=CUDA).half()
         error = relative_error(run(weight, x, None, kernel), reference(weight, x, None))
         assert error < RTOL[torch.float16], f"{tokens=} {error:.2e}"
 

@@ -15,8 +15,8 @@ BLOCK, LINE, CHUNK = 64, 128, 16
 @pytest.mark.parametrize("shape", SHAPES, ids=[f"{n}x{k}" for n, k in SHAPES])
 @pytest.mark.parametrize("bits", [1, 3], ids="{}-bit".format)
 def test_tiles_hold_every_byte_where_the_kernels_look(bits: int, shape: tuple[int, int]) -> None:
-    rows, columns = shape
-    planes = pack_codes(torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8), bits)
+    rows, k = shape
+    planes = pack_codes(torch.randint(0, 1 << bits, (rows, k), dtype=torch.uint8), bits)
     tiles = tile_lines(planes)
     k_tiles = -(-planes.shape[2] // LINE)
     assert tiles.shape == (-(-rows // BLOCK), k_tiles, bits, BLOCK, LINE)

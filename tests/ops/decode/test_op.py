@@ -10,18 +10,11 @@ from torch.nn.functional import layer_norm, rms_norm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quantkit.ops.activations import ACTIVATIONS
-from quantkit.ops.decode.op import (
-    Token,
-    add_norm,
-    attention,
-    can_attend,
-    can_gate,
-    can_norm,
-    can_turn,
-    gated,
-    norm,
-    slices_of,
-)
+from quantkit.ops.decode.instances import norm_unit
+from quantkit.ops.decode.launch import Token
+from quantkit.ops.decode.layout import MOST_NORM_VALUES, can_attend, can_gate, can_norm, can_rotate
+from quantkit.ops.decode.op import add_norm, attention, gated, norm
+from tests.ops.decode.cases import token_behind_others
 
 CUDA = torch.device("cuda")
 RTOL = {torch.float16: 1e-3, torch.bfloat16: 8e-3}  # rounding of the result, RMSNorm rounds twice
@@ -40,6 +33,7 @@ def test_cpu_tensors_are_not_for_these_kernels() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 @pytest.mark.parametrize("columns", [64, 4104, 7168, 16384])
 def test_norms_match_torch(columns: int, dtype: torch.dtype) -> None:
@@ -53,6 +47,7 @@ def test_norms_match_torch(columns: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 @pytest.mark.parametrize("columns", [64, 7168, 16384])
 def test_a_sum_is_normed_as_if_it_came_first(columns: int, dtype: torch.dtype) -> None:
@@ -65,6 +60,7 @@ def test_a_sum_is_normed_as_if_it_came_first(columns: int, dtype: torch.dtype) -
 
 
 @pytest.mark.cuda
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 @pytest.mark.parametrize("count", [8, 1000, 28672])
 def test_gates_match_torch(count: int, dtype: torch.dtype) -> None:
@@ -83,23 +79,12 @@ def test_gate_limits() -> None:
     assert not can_gate(torch.zeros(64, device=CUDA), torch.zeros(64, device=CUDA))
 
 
-def token_behind_others(
-    width: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, Token, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Query, token, cache and mask of a token behind 280 others, six heads on two caches."""
-    q = torch.randn(1, 6, 1, width, device=CUDA).to(dtype)
-    own, cache = torch.randn(2, 1, 2, 1, width, device=CUDA).to(dtype), torch.randn(2, 1, 2, 300, width, device=CUDA)
-    keys, values = cache.to(dtype).unbind()
-    mask, position = torch.ones(1, 1, 1, 300, device=CUDA).bool(), torch.tensor([280], device=CUDA)
-    mask[..., 281:] = False
-    return q, Token(own[0], own[1], position), (keys, values), mask
-
-
 @pytest.mark.cuda
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_queries_are_scaled_and_rounded_first(width: int, dtype: torch.dtype) -> None:
-    q, token, cache, mask = token_behind_others(width, dtype)
+    q, token, cache, mask = token_behind_others(width, dtype, CUDA)
     query_scale = width**-0.5
     scaled = q * query_scale
     torch.cuda.synchronize()
@@ -108,28 +93,33 @@ def test_queries_are_scaled_and_rounded_first(width: int, dtype: torch.dtype) ->
 
 
 @pytest.mark.cuda
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_query_and_key_are_turned_as_transformers_does(width: int, dtype: torch.dtype) -> None:
-    q, token, (keys, values), mask = token_behind_others(width, dtype)
+def test_query_and_key_get_the_rotary_embedding_of_transformers(width: int, dtype: torch.dtype) -> None:
+    q, token, (keys, values), mask = token_behind_others(width, dtype, CUDA)
     angles = torch.rand(1, 1, width, device=CUDA) * 6
-    turn = angles.cos().to(dtype), angles.sin().to(dtype)
-    turned_q, turned_key = apply_rotary_pos_emb(q, token.key, *turn)
-    assert can_turn(q, turn)
+    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+    rotated_q, rotated_key = apply_rotary_pos_emb(q, token.key, *rotary)
+    assert can_rotate(q, rotary)
     torch.cuda.synchronize()
-    expected = attention(turned_q, replace(token, key=turned_key), (keys, values), mask, 0.7)
+    expected = attention(rotated_q, replace(token, key=rotated_key), (keys, values), mask, 0.7)
     keys[:, :, 280] = 0
     torch.cuda.synchronize()
-    assert torch.equal(attention(q, replace(token, turn=turn), (keys, values), mask, 0.7), expected)
-    assert torch.equal(keys[:, :, 280], turned_key[:, :, 0])
+    assert torch.equal(attention(q, replace(token, rotary=rotary), (keys, values), mask, 0.7), expected)
+    assert torch.equal(keys[:, :, 280], rotated_key[:, :, 0])
     assert torch.equal(values[:, :, 280], token.value[:, :, 0])
 
 
-def test_turns_of_another_type_or_size_are_not_taken() -> None:
+def test_rotary_embeddings_of_another_type_or_size_are_not_taken() -> None:
     q, angles = torch.zeros(1, 4, 1, 64).half(), torch.zeros(1, 1, 64)
-    assert can_turn(q, (angles.half(), angles.half()))
-    assert not can_turn(q, (angles, angles))
-    assert not can_turn(q, (angles.half()[..., :32], angles.half()[..., :32]))
+    assert can_rotate(q, (angles.half(), angles.half()))
+    assert not can_rotate(q, (angles, angles))
+    assert not can_rotate(q, (angles.half()[..., :32], angles.half()[..., :32]))
+
+
+def test_the_longest_norm_has_an_instance() -> None:
+    assert norm_unit(True, 0, MOST_NORM_VALUES)
 
 
 @pytest.mark.cuda
@@ -140,6 +130,7 @@ def test_norm_limits() -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 4, 64), (8, 2, 128), (3, 1, 256)])
 @pytest.mark.parametrize(
@@ -154,7 +145,7 @@ def test_attention_matches_fp64(
     for tensor in cache:
         tensor[:, :, here] = float("nan")  # the token's place is not read before it is written
     mask = torch.rand(1, 1, 1, capacity, device=CUDA) < 0.6
-    mask[..., : here // 3] = False  # whole slices of long caches
+    mask[..., : here // 3] = False  # whole splits of long caches
     mask[..., here], mask[..., here + 1 :] = True, False
     assert can_attend(q, cache[0])
     token = Token(own[0], own[1], torch.tensor([here], device=CUDA))
@@ -166,15 +157,6 @@ def test_attention_matches_fp64(
     expected = (scores.softmax(-1) @ wide_values).transpose(1, 2)
     assert error(first, expected) < RTOL[dtype]
     assert torch.equal(attention(q, token, (cache[0], cache[1]), mask, 0.125), first)
-
-
-@pytest.mark.parametrize(
-    ("capacity", "heads", "slices"),
-    [(256, 32, 1), (512, 32, 4), (1024, 72, 1), (2048, 72, 3), (4096, 72, 5), (8192, 500, 2), (200_000, 32, 49)],
-    ids=["short", "gpu-full", "nearly-full", "two-rounds", "three-rounds", "scores-fit", "long"],
-)
-def test_long_caches_are_sliced(capacity: int, heads: int, slices: int) -> None:
-    assert slices_of(capacity, heads, processors=132) == slices
 
 
 @pytest.mark.cuda

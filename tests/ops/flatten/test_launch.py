@@ -6,37 +6,43 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.cuda.device import gpu_of
 from quantkit.errors import KernelError
 from quantkit.formats.flatten import max_code, pack_nibbles, unpack_codes
-from quantkit.ops.flatten.instances import GEMM_TILES, GemmTile, best_tile
-from quantkit.ops.flatten.launch import LIBRARY_PRODUCT, expand, launch_mma, launch_wgmma, path_for
+from quantkit.ops.flatten.instances import GEMM_TILES, GemmTile
+from quantkit.ops.flatten.launch import Product, expand, mma_launch, wgmma_launch
+from quantkit.ops.flatten.layout import tile_codes, untile_codes
 from quantkit.ops.flatten.op import (
     flatten_quantize,
-    flatten_quantize_reference,
     flatten_quantize_tiles,
-    int8_gemm_reference,
+    int8_gemm,
     int8_gemm_tiles,
     multiplier,
-    tile_codes,
-    untile_codes,
 )
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+SANITIZED_DTYPES = [pytest.param(torch.float16, marks=pytest.mark.sanitize), *DTYPES[1:]]
 SHAPES = [(1, 5, 32), (7, 65, 160), (65, 130, 96), (130, 257, 2080), (300, 520, 4096)]
+CUDA = torch.device("cuda")
 HOPPER = (9, 0)
+QUANTIZED = [  # K, K_ext
+    pytest.param(20, 32, marks=pytest.mark.sanitize),
+    pytest.param(999, 1280, marks=pytest.mark.sanitize),
+    *((4096, 5120), (20480, 24896), (60001, 60032)),
+]
 
 
-def _map(channels: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _map(k: int, extended: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A column map whose extended columns are random channels' slices 0 to 3."""
-    extra = columns - channels
-    source_channel = torch.cat((torch.arange(channels), torch.randint(0, channels, (extra,)).sort().values))
-    source_segment = torch.cat((torch.zeros(channels, dtype=torch.long), torch.randint(0, 4, (extra,))))
+    extra = extended - k
+    source_channel = torch.cat((torch.arange(k), torch.randint(0, k, (extra,)).sort().values))
+    source_segment = torch.cat((torch.zeros(k, dtype=torch.long), torch.randint(0, 4, (extra,))))
     return source_channel.int().to(device), source_segment.int().to(device)
 
 
-def _codes(rows: int, columns: int, bits: int) -> Tensor:
+def _codes(rows: int, extended: int, bits: int) -> Tensor:
     top = max_code(bits)
-    codes = torch.randint(-top, top + 1, (rows, columns), dtype=torch.int8)
+    codes = torch.randint(-top, top + 1, (rows, extended), dtype=torch.int8)
     codes[0], codes[-1] = top, -top  # both ends of the range, all over a row
     return codes
 
@@ -46,17 +52,17 @@ def _stored(codes: Tensor, bits: int) -> Tensor:
 
 
 class _Problem:
-    """Seeded operands of y [rows, channels] and the reference's y; the largest sums come from the outer rows."""
+    """Seeded operands of y [M, N] and the reference's y; the largest sums come from the outer rows."""
 
     def __init__(self, shape: tuple[int, int, int], bits: int, dtype: torch.dtype, bias: bool = True):
-        rows, channels, columns = shape
+        m, n, extended = shape
         self.bits, self.dtype, self.shape = bits, dtype, shape
-        self.acts, self.codes = _codes(rows, columns, bits), _codes(channels, columns, bits)
+        self.acts, self.codes = _codes(m, extended, bits), _codes(n, extended, bits)
         self.scales = torch.tensor([0.013]), torch.tensor([0.0021])
-        self.bias = torch.randn(channels).to(dtype) if bias else None
+        self.bias = torch.randn(n).to(dtype) if bias else None
 
     def expected(self) -> Tensor:
-        return int8_gemm_reference(self.acts, self.codes, *self.scales, self.bias, self.dtype)
+        return int8_gemm(self.acts, self.codes, *self.scales, self.bias, self.dtype)
 
     def operands(self, packed_acts: bool = False) -> tuple[Tensor, Tensor]:
         acts = tile_codes(_stored(self.acts, 4 if packed_acts else 8).cuda())
@@ -66,28 +72,10 @@ class _Problem:
         act_scale, weight_scale = self.scales
         return (act_scale.cuda(), weight_scale.cuda()), None if self.bias is None else self.bias.cuda()
 
-    def output(self) -> Tensor:
-        """Room for y, poisoned: an element that is not written shows."""
-        return torch.full(self.shape[:2], float("nan"), dtype=self.dtype, device="cuda")
-
-
-def test_every_gpu_has_a_path_by_the_capability_table() -> None:
-    assert (path_for(9, 0).kernel, path_for(9, 0).int4) == ("wgmma", False)
-    assert (path_for(8, 0).kernel, path_for(8, 6).int4) == ("mma", True)
-    assert path_for(12, 0).kernel == path_for(7, 5).kernel == LIBRARY_PRODUCT
-    with pytest.raises(KernelError, match=r"7\.5; this GPU has 7\.0"):
-        path_for(7, 0)
-
-
-@pytest.mark.parametrize("tile", GEMM_TILES, ids=str)
-def test_every_tile_fits_shared_memory_with_four_stages(tile: GemmTile) -> None:
-    assert tile.stages >= 4
-    assert tile.shared_bytes <= 232_448
-
-
-def test_small_problems_take_small_tiles() -> None:
-    assert best_tile(16384, 5120, 40, 132) == GEMM_TILES[0]
-    assert best_tile(1, 5120, 40, 132) == GEMM_TILES[-1]
+    def product(self, packed_acts: bool = False) -> Product:
+        """With room for y, poisoned: an element that is not written shows."""
+        y = torch.full(self.shape[:2], float("nan"), dtype=self.dtype, device="cuda")
+        return Product(*self.operands(packed_acts), *self.rest(), y)
 
 
 @pytest.mark.parametrize("weight", [False, True], ids=["acts", "weight"])
@@ -100,19 +88,17 @@ def test_tiles_are_restored_bit_for_bit(device: torch.device, bits: int, weight:
 
 
 @pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
-@pytest.mark.parametrize(("rows", "channels", "columns"), [(1, 5, 32), (7, 70, 160), (65, 33, 288)])
-def test_tiled_ops_equal_the_plain_ones(
-    device: torch.device, rows: int, channels: int, columns: int, bits: int
-) -> None:
-    inputs = columns - 24
-    x = torch.randn(rows, inputs, device=device) * 40
-    maps, act_scale = _map(inputs, columns, device), torch.tensor([0.21], device=device)
+@pytest.mark.parametrize(("m", "n", "extended"), [(1, 5, 32), (7, 70, 160), (65, 33, 288)])
+def test_tiled_ops_equal_the_plain_ones(device: torch.device, m: int, n: int, extended: int, bits: int) -> None:
+    k = extended - 24
+    x = torch.randn(m, k, device=device) * 40
+    maps, act_scale = _map(k, extended, device), torch.tensor([0.21], device=device)
     acts = flatten_quantize_tiles(x, *maps, multiplier(act_scale, None), bits, False)
     plain = flatten_quantize(x, *maps, act_scale, None, bits)
-    assert torch.equal(untile_codes(acts, rows, columns), plain)
-    codes = _codes(channels, columns, bits)
+    assert torch.equal(untile_codes(acts, m, extended), plain)
+    codes = _codes(n, extended, bits)
     tiles, one = tile_codes(_stored(codes, bits).to(device), weight=True), torch.ones(1, device=device)
-    y = int8_gemm_tiles(acts, tiles, one, one, None, rows, channels, torch.float32)
+    y = int8_gemm_tiles(acts, tiles, one, one, None, m, n, torch.float32)
     assert torch.equal(y.cpu().long(), plain.cpu().long() @ codes.long().t())
 
 
@@ -121,13 +107,6 @@ def test_packed_activations_hold_the_same_codes() -> None:
     maps = _map(40, 96, torch.device("cpu"))
     packed = flatten_quantize_tiles(x, *maps, multiplier(scale, None), 4, True)
     assert torch.equal(unpack_codes(untile_codes(packed, 9, 96)), flatten_quantize(x, *maps, scale, None, 4))
-
-
-def test_tiled_ops_are_well_defined_for_torch(device: torch.device) -> None:
-    one, x = torch.ones(1, device=device), torch.randn(64, 128, device=device)
-    torch.library.opcheck(flatten_quantize_tiles, (x, *_map(128, 256, device), one, 8, False))
-    acts, codes = (tile_codes(torch.ones(n, 32, dtype=torch.int8, device=device)) for n in (4, 8))
-    torch.library.opcheck(int8_gemm_tiles, (acts, codes, one, one, None, 4, 8, torch.float16))
 
 
 def test_no_rows_give_no_rows(device: torch.device) -> None:
@@ -142,34 +121,35 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("smooth", [False, True], ids=["plain", "smooth"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("channels", "columns"), [(20, 32), (999, 1280), (4096, 5120), (20480, 24896), (60001, 60032)])
+@pytest.mark.parametrize(("k", "extended"), QUANTIZED)
 @pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
 def test_quantizer_gives_the_reference_codes(
-    bits: int, channels: int, columns: int, dtype: torch.dtype, smooth: bool
+    bits: int, k: int, extended: int, dtype: torch.dtype, smooth: bool
 ) -> None:
-    x = (torch.randn(67, channels) * torch.logspace(-1, 2, channels)).to(dtype)
+    x = (torch.randn(67, k) * torch.logspace(-1, 2, k)).to(dtype)
     x[3] = 0
     x[5, :4] = torch.tensor([float("inf"), float("-inf"), float("nan"), -3e4])
     cpu = torch.device("cpu")
-    maps, scale = _map(channels, columns, cpu), torch.tensor([0.037])
-    smooth_scale = torch.rand(channels) + 0.3 if smooth else None
-    expected = flatten_quantize_reference(x, *maps, scale, smooth_scale, bits)
+    maps, scale = _map(k, extended, cpu), torch.tensor([0.037])
+    smooth_scale = torch.rand(k) + 0.3 if smooth else None
+    expected = flatten_quantize(x, *maps, scale, smooth_scale, bits)
     on_gpu = [None if t is None else t.cuda() for t in (x, *maps, scale, smooth_scale)]
     assert torch.equal(flatten_quantize(*on_gpu, bits).cpu(), expected)
     factors = multiplier(scale, smooth_scale).cuda()
     for packed in {False, bits == 4}:
         tiles = flatten_quantize_tiles(*on_gpu[:3], factors, bits, packed)
-        assert torch.equal(unpack_codes(untile_codes(tiles, 67, columns)).cpu(), expected)
+        assert torch.equal(unpack_codes(untile_codes(tiles, 67, extended)).cpu(), expected)
         behind = untile_codes(tiles, 67, tiles.shape[1] * 128 * (2 if packed else 1))
-        assert not unpack_codes(behind)[:, columns:].any()
+        assert not unpack_codes(behind)[:, extended:].any()
 
 
 @pytest.mark.cuda
+@pytest.mark.sanitize
 def test_quantizer_reads_rows_that_are_not_aligned() -> None:
     x = torch.randn(5 * 64 + 1, device="cuda").half()[1:].view(5, 64)
     maps, one = _map(64, 96, x.device), torch.tensor([0.02], device="cuda")
     channel, segment = (t.cpu() for t in maps)
-    expected = flatten_quantize_reference(x.cpu(), channel, segment, one.cpu(), None, 8)
+    expected = flatten_quantize(x.cpu(), channel, segment, one.cpu(), None, 8)
     assert torch.equal(flatten_quantize(x, *maps, one, None, 8).cpu(), expected)
 
 
@@ -181,15 +161,16 @@ def test_types_that_no_kernel_reads_are_refused() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("columns", [32, 160, 1056])
-def test_expansion_gives_the_codes(columns: int) -> None:
-    codes = _codes(70, columns, 4)
-    tiles = expand(tile_codes(pack_nibbles(codes).cuda(), weight=True), -(-columns // 128))
-    assert torch.equal(untile_codes(tiles, 70, columns, weight=True).cpu(), codes)
+@pytest.mark.sanitize
+@pytest.mark.parametrize("extended", [32, 160, 1056])
+def test_expansion_gives_the_codes(extended: int) -> None:
+    codes = _codes(70, extended, 4)
+    tiles = expand(tile_codes(pack_nibbles(codes).cuda(), weight=True), -(-extended // 128))
+    assert torch.equal(untile_codes(tiles, 70, extended, weight=True).cpu(), codes)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", SANITIZED_DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("tile", GEMM_TILES, ids=str)
 def test_every_wgmma_tile_equals_the_reference(tile: GemmTile, bias: bool, dtype: torch.dtype) -> None:
@@ -197,21 +178,22 @@ def test_every_wgmma_tile_equals_the_reference(tile: GemmTile, bias: bool, dtype
         pytest.skip("warpgroup products need compute capability 9.0")
     for shape in [*SHAPES, (1000, 2056, 640)]:
         problem = _Problem(shape, 8, dtype, bias)
-        y = problem.output()
-        launch_wgmma(tile, *problem.operands(), *problem.rest(), y)
-        assert torch.equal(y.cpu(), problem.expected()), f"{shape=}"
+        product = problem.product()
+        wgmma_launch(product, tile, gpu_of(CUDA).processors).run()
+        assert torch.equal(product.out.cpu(), problem.expected()), f"{shape=}"
 
 
 @pytest.mark.cuda
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
 def test_warp_products_equal_the_reference(bits: int, dtype: torch.dtype) -> None:
     # INT4 products are emulated on some GPUs, but exact everywhere.
     for shape in SHAPES:
         problem = _Problem(shape, bits, dtype)
-        y = problem.output()
-        launch_mma(*problem.operands(packed_acts=bits == 4), *problem.rest(), y)
-        assert torch.equal(y.cpu(), problem.expected()), f"{shape=}"
+        product = problem.product(packed_acts=bits == 4)
+        mma_launch(product).run()
+        assert torch.equal(product.out.cpu(), problem.expected()), f"{shape=}"
 
 
 @pytest.mark.cuda
@@ -235,16 +217,16 @@ def test_bias_of_another_type_and_alignment_is_read_as_it_is() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("rows", [1, 65, 200])
+@pytest.mark.parametrize("tokens", [1, 65, 200])
 @pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
-def test_two_runs_and_a_graph_give_the_same_bits(bits: int, rows: int) -> None:
-    x, codes = torch.randn(rows, 1000, device="cuda").half(), _codes(520, 1280, bits)
+def test_two_runs_and_a_graph_give_the_same_bits(bits: int, tokens: int) -> None:
+    x, codes = torch.randn(tokens, 1000, device="cuda").half(), _codes(520, 1280, bits)
     maps, scale = _map(1000, 1280, x.device), torch.tensor([0.03], device="cuda")
     tiles, factors = tile_codes(_stored(codes, bits).cuda(), weight=True), multiplier(scale, None)
 
     def run() -> Tensor:
         acts = flatten_quantize_tiles(x, *maps, factors, bits, False)
-        return int8_gemm_tiles(acts, tiles, scale, scale, None, rows, 520, torch.float16)
+        return int8_gemm_tiles(acts, tiles, scale, scale, None, tokens, 520, torch.float16)
 
     first, second = run(), run()
     graph = torch.cuda.CUDAGraph()

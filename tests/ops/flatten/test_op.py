@@ -97,11 +97,3 @@ def test_two_runs_are_equal_bit_for_bit(device: torch.device) -> None:
     scale = torch.tensor([0.013], device=device)
     first, second = (int8_gemm(acts, codes, scale, scale, None, torch.float16) for _ in range(2))
     assert torch.equal(first, second)
-
-
-def test_ops_are_well_defined_for_torch(device: torch.device) -> None:
-    one = torch.ones(1, device=device)
-    x = torch.randn(2, 3, CHANNELS, device=device)
-    torch.library.opcheck(flatten_quantize, (x, *_map(device), one, None, 8))
-    acts, codes = (torch.ones(n, 32, dtype=torch.int8, device=device) for n in (4, 8))
-    torch.library.opcheck(int8_gemm, (acts, codes, one, one, None, torch.float16))

@@ -5,23 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.cuda.device import gpu_of
 from quantkit.errors import KernelError
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.flatten.instances import GEMM_TILES, GemmTile
-from quantkit.ops.flatten.launch import Following, code_tiles, launch_mma, launch_wgmma
-from quantkit.ops.flatten.op import tile_codes, untile_codes
-from quantkit.ops.flatten.requantize import column_map, int8_gemm_requantize
+from quantkit.ops.flatten.launch import Product, Requantization, mma_launch, wgmma_launch
+from quantkit.ops.flatten.layout import code_tiles, column_map, tile_codes, untile_codes
+from quantkit.ops.flatten.op import int8_gemm_requantize
 from tests.ops.flatten.requantize_problem import SHAPES, RequantizeProblem, assert_same_codes
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float16, torch.bfloat16]
+NAMES = [
+    pytest.param("relu", marks=pytest.mark.sanitize),
+    *(name for name in ACTIVATIONS if name != "relu"),
+]
 HOPPER = (9, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
 @pytest.mark.parametrize("act_bits", [4, 8], ids=["int4", "int8"])
 @pytest.mark.parametrize("smooth", [False, True], ids=["plain", "smooth"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", NAMES)
 def test_codes_are_those_of_the_ops_one_by_one(
     device: torch.device, activation: str, smooth: bool, act_bits: int, dtype: torch.dtype
 ) -> None:
@@ -30,6 +35,7 @@ def test_codes_are_those_of_the_ops_one_by_one(
         assert_same_codes(problem.apart(activation, problem.fused(activation)), activation)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("act_bits", [4, 8], ids=["int4", "int8"])
 def test_nibble_weights_give_the_same(device: torch.device, act_bits: int) -> None:
     problem = RequantizeProblem((65, 130, 416), torch.float16, device, act_bits=act_bits, weight_bits=4)
@@ -57,17 +63,17 @@ def test_slots_stand_by_channel_and_give_the_map_back() -> None:
     assert torch.equal(segment, problem.segment)
 
 
-@pytest.mark.parametrize("columns", [128, 416])
-def test_kernels_addresses_are_the_tile_order(columns: int) -> None:
+@pytest.mark.parametrize("extended", [128, 416])
+def test_kernels_addresses_are_the_tile_order(extended: int) -> None:
     """codeOffset and tileOffset of kernels/flatten/int8_requantize.cuh, against the layout that tile_codes makes."""
-    codes = torch.randint(-127, 128, (130, columns), dtype=torch.int8)
-    tiles, k_tiles = tile_codes(codes), -(-columns // 128)
-    row, column = torch.arange(130)[:, None], torch.arange(columns)[None]
+    codes = torch.randint(-127, 128, (130, extended), dtype=torch.int8)
+    tiles, k_tiles = tile_codes(codes), -(-extended // 128)
+    row, column = torch.arange(130)[:, None], torch.arange(extended)[None]
     line = (row // 64 * k_tiles + column // 128) * 64 * 128
     byte = column % 128
     offset = line + row % 64 * 128 + (byte // 16 ^ row % 8) * 16 + byte % 16
     assert torch.equal(tiles.flatten()[offset], codes)
-    own = torch.arange(0, columns, 8)  # eight codes are one aligned store
+    own = torch.arange(0, extended, 8)  # eight codes are one aligned store
     assert torch.equal(offset[:, own] + 7, offset[:, own + 7])
     assert not (offset[:, own] % 8).any()
 
@@ -79,22 +85,20 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
     assert int8_gemm_requantize(acts[:0], *operands, *rest).shape[0] == 0
 
 
-def test_op_is_well_defined_for_torch(device: torch.device) -> None:
-    problem = RequantizeProblem((64, 64, 128), torch.float16, device)
-    rest = 64, 64, torch.float16, "relu", problem.multiplier, *problem.slots(), 8
-    torch.library.opcheck(int8_gemm_requantize, (*problem.operands(), *rest))
-
-
 @pytest.mark.cuda
 def test_types_without_a_kernel_are_refused() -> None:
     with pytest.raises(KernelError, match="float16, bfloat16 here on a GPU, not float32"):
         RequantizeProblem((7, 65, 160), torch.float32, torch.device("cuda")).fused("relu")
 
 
-def _following(problem: RequantizeProblem, activation: str) -> Following:
-    number = ACTIVATIONS[activation].number
+def _product(problem: RequantizeProblem, activation: str, packed_acts: bool = False) -> Product:
+    """With room for the codes, zeroed: columns behind the last are not written."""
+    acts, tiles, *scales, bias = problem.operands(packed_acts)
     target = problem.multiplier, *problem.slots(), problem.act_bits
-    return Following(problem.rows, problem.channels, problem.dtype, number, *target)
+    number = ACTIVATIONS[activation].number
+    requantization = Requantization(problem.tokens, problem.out_features, problem.dtype, number, *target)
+    out = code_tiles(problem.tokens, problem.extended, False, acts.device).zero_()
+    return Product(acts, tiles, (scales[0], scales[1]), bias, out, requantization)
 
 
 @pytest.mark.cuda
@@ -106,35 +110,34 @@ def test_every_wgmma_tile_gives_the_same_codes(tile: GemmTile, activation: str, 
         pytest.skip("warpgroup products need compute capability 9.0")
     for shape in [*SHAPES, (1000, 2056, 2560)]:
         problem = RequantizeProblem(shape, dtype, torch.device("cuda"), smooth=True)
-        acts, tiles, *scales, bias = problem.operands()
-        out = code_tiles(problem.rows, problem.columns, False, acts.device).zero_()
-        launch_wgmma(tile, acts, tiles, (scales[0], scales[1]), bias, out, _following(problem, activation))
-        assert_same_codes(problem.apart(activation, out), activation)
+        product = _product(problem, activation)
+        wgmma_launch(product, tile, gpu_of(product.out.device).processors).run()
+        assert_same_codes(problem.apart(activation, product.out), activation)
 
 
 @pytest.mark.cuda
+@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
 @pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_warp_products_give_the_same_codes(activation: str, bits: int, dtype: torch.dtype) -> None:
     for shape in [*SHAPES, (1000, 2056, 2560)]:
         problem = RequantizeProblem(shape, dtype, torch.device("cuda"), weight_bits=bits)
-        acts, tiles, *scales, bias = problem.operands(packed_acts=bits == 4)
-        out = code_tiles(problem.rows, problem.columns, False, acts.device).zero_()
-        launch_mma(acts, tiles, (scales[0], scales[1]), bias, out, _following(problem, activation))
-        assert_same_codes(problem.apart(activation, out), activation)
+        product = _product(problem, activation, packed_acts=bits == 4)
+        mma_launch(product).run()
+        assert_same_codes(problem.apart(activation, product.out), activation)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("rows", [1, 65, 200])
+@pytest.mark.parametrize("tokens", [1, 65, 200])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_two_runs_and_a_graph_give_the_same_codes(activation: str, rows: int) -> None:
-    problem = RequantizeProblem((rows, 520, 648 + 56), torch.float16, torch.device("cuda"))
+def test_two_runs_and_a_graph_give_the_same_codes(activation: str, tokens: int) -> None:
+    problem = RequantizeProblem((tokens, 520, 648 + 56), torch.float16, torch.device("cuda"))
     operands, slots = problem.operands(), problem.slots()
-    rest = rows, 520, torch.float16, activation, problem.multiplier, *slots, 8
+    rest = tokens, 520, torch.float16, activation, problem.multiplier, *slots, 8
 
     def run() -> torch.Tensor:
-        return untile_codes(int8_gemm_requantize(*operands, *rest), rows, problem.columns)
+        return untile_codes(int8_gemm_requantize(*operands, *rest), tokens, problem.extended)
 
     first, second = run(), run()
     graph = torch.cuda.CUDAGraph()

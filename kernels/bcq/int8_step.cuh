@@ -1,4 +1,4 @@
-// One turn of a warp in bcq_int8_gemv.cu: signs to bytes, INT8 products, scales; from shared memory to registers.
+// One step of a warp in int8_gemv.cu: signs to bytes, INT8 products, scales; from shared memory to registers.
 #pragma once
 #include "bytes.cuh"
 #include "ring.cuh"
@@ -27,16 +27,16 @@ struct Constant {
     __device__ __forceinline__ constexpr operator bool() const { return kValue; }
 };
 
-// What bcq_ring.cuh runs. A lane 4 g + t ends up with rows g and g + 8 of token t of every set of four tokens; or, of
+// What ring.cuh runs. A lane 4 g + t ends up with rows g and g + 8 of token t of every set of four tokens; or, of
 // fewer tokens, with word t's part of them: a token's product has columns for each of the four words that the lanes of
 // a quad have (kApart), so that no word has to be given to another lane where groups are narrow.
-template <int kBits, int kSegment, int kScaleBits_, int kTokens_, int kSteps>
+template <int kBits, int kSegment, int kScaleBits_, int kTokens_, int kStepTiles>
 struct Int8Product {
-    using Shape = TurnShape<kBits, kSegment, kScaleBits_, kSteps>;
-    static constexpr int kScaleBits = kScaleBits_, kTokens = kTokens_, kSetRows = kTokens < kByteRows ? 1 : kByteRows;
-    static constexpr bool kApart = kSetRows == 1, kHoldsWord = kTokens == 1;
+    using Shape = StepShape<kBits, kSegment, kScaleBits_, kStepTiles>;
+    static constexpr int kScaleBits = kScaleBits_, kTokens = kTokens_, kSetTokens = kTokens < kByteTokens ? 1 : kByteTokens;
+    static constexpr bool kApart = kSetTokens == 1, kHoldsWord = kTokens == 1;
     using Record = ByteRecord<kSegment, kApart>;
-    static constexpr int kSets = kTokens / kSetRows, kHalfColumns = kTileColumns / 2, kProducts = 4;  // of half a tile
+    static constexpr int kSets = kTokens / kSetTokens, kHalfColumns = kTileK / 2, kProducts = 4;  // of half a tile
     static constexpr int kHalfGroups = kHalfColumns / kSegment, kHalfSegments = kApart ? 1 : kHalfGroups;
     static constexpr int kSegmentProducts = kProducts / kHalfSegments;
 
@@ -137,28 +137,28 @@ struct Int8Product {
         }
     }
 
-    // slot, records: shared addresses of the turn's weights and of its records, the latter of the first set.
-    __device__ __forceinline__ void multiplyTurn(uint32 slot, int entries, uint32 records, uint32 setBytes) {
-        if constexpr (kBits > kFewPlanes) multiplySlot(slot, entries > kBits, records, setBytes);
-        else if (entries > kBits) multiplySlot(slot, Constant<true>{}, records, setBytes);
-        else multiplySlot(slot, Constant<false>{}, records, setBytes);
+    // stage, records: shared addresses of the step's weights and of its records, the latter of the first set.
+    __device__ __forceinline__ void multiplyStep(uint32 stage, int entries, uint32 records, uint32 setBytes) {
+        if constexpr (kBits > kFewPlanes) multiplyStage(stage, entries > kBits, records, setBytes);
+        else if (entries > kBits) multiplyStage(stage, Constant<true>{}, records, setBytes);
+        else multiplyStage(stage, Constant<false>{}, records, setBytes);
     }
 
     // offset: whether groups have one; Constant where the loop is compiled for either.
     template <class Flag>
-    __device__ __forceinline__ void multiplySlot(uint32 slot, Flag offset, uint32 records, uint32 setBytes) {
+    __device__ __forceinline__ void multiplyStage(uint32 stage, Flag offset, uint32 records, uint32 setBytes) {
         const uint32 groupBytes = Shape::groupVectors(offset) * kVectorBytes;
-        uint32 scales = slot + scale;
-#pragma unroll(kHalfSegments == 1 ? kSteps : 1)  // registers run short otherwise
-        for (int step = 0; step < kSteps; ++step) {
+        uint32 scales = stage + scale;
+#pragma unroll(kHalfSegments == 1 ? kStepTiles : 1)  // registers run short otherwise
+        for (int tile = 0; tile < kStepTiles; ++tile) {
             uint4 signs[kBits];
 #pragma unroll
             for (int i = 0; i < kBits; ++i) {
-                signs[i] = loadShared16(slot + vector + (step * kBits + i) * kWarpSize * kVectorBytes);
+                signs[i] = loadShared16(stage + vector + (tile * kBits + i) * kWarpSize * kVectorBytes);
             }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const uint32 record = records + step * Record::kBytes + half * Record::kHalf;
+                const uint32 record = records + tile * Record::kBytes + half * Record::kHalf;
                 uint4 x[kSets][2];
 #pragma unroll
                 for (int set = 0; set < kSets; ++set) {
@@ -170,7 +170,7 @@ struct Int8Product {
 #pragma unroll
                 for (int segment = 0; segment < kHalfSegments; ++segment) {
                     addSegment(signs, x, half, segment, scales, offset,
-                               record + about + segment * kByteRows * sizeof(uint4), setBytes);
+                               record + about + segment * kByteTokens * sizeof(uint4), setBytes);
                     scales += kHalfGroups / kHalfSegments * groupBytes;
                 }
             }
@@ -185,7 +185,7 @@ struct Int8Product {
         for (int set = 0; set < kSets; ++set) {
 #pragma unroll
             for (int row = 0; row < kLaneRows; ++row) {
-                target[(g + row * (kTileRows / kLaneRows)) * kTokens + set * kSetRows + t] += sums[set][row];
+                target[(g + row * (kTileN / kLaneRows)) * kTokens + set * kSetTokens + t] += sums[set][row];
                 sums[set][row] = 0.0f;
             }
         }

@@ -1,4 +1,4 @@
-// One turn of a warp in bcq_binary_gemv.cu: its share of the two tensor-core products, from shared memory to registers.
+// One step of a warp in binary_gemv.cu: its share of the two tensor-core products, from shared memory to registers.
 #pragma once
 #include "planes.cuh"
 #include "ring.cuh"
@@ -12,18 +12,18 @@ constexpr int planeBlock(int bits) { return bits > 2 ? 4 : bits; }
 constexpr int planeBlocks(int bits) { return (bits + planeBlock(bits) - 1) / planeBlock(bits); }
 
 // Sizes of an instance, and how the columns of a batch are given out: column = segment * kPlaneBlock + plane.
-template <int kBits, int kSegment, int kScaleBits, int kSteps>
-struct BinaryShape : TurnShape<kBits, kSegment, kScaleBits, kSteps> {
+template <int kBits, int kSegment, int kScaleBits, int kStepTiles>
+struct BinaryShape : StepShape<kBits, kSegment, kScaleBits, kStepTiles> {
     static constexpr int kPlaneBlock = planeBlock(kBits);
     static constexpr int kBlocks = planeBlocks(kBits);
     static constexpr int kSegments = kColumns / kPlaneBlock;      // of a batch
-    static constexpr bool kFilled = BinaryShape::kTurnSegments % kSegments == 0;  // all columns have a segment
+    static constexpr bool kFilled = BinaryShape::kStepSegments % kSegments == 0;  // all columns have a segment
 };
 
-// What a lane needs in every turn: byte offsets of its columns' scales and segments; the second product's matrices.
-template <int kBits, int kSegment, int kScaleBits, int kSteps>
+// What a lane needs in every step: byte offsets of its columns' scales and segments; the second product's matrices.
+template <int kBits, int kSegment, int kScaleBits, int kStepTiles>
 struct Lane {
-    using S = BinaryShape<kBits, kSegment, kScaleBits, kSteps>;
+    using S = BinaryShape<kBits, kSegment, kScaleBits, kStepTiles>;
     uint32 vector, quad, scale[kLaneColumns], about[kLaneColumns], batchScales, shift;
     uint2 weights[kColumns];
 
@@ -50,7 +50,7 @@ struct Lane {
         return (quad * kLaneColumns + column) / S::kPlaneBlock;
     }
     __device__ __forceinline__ bool present(int column) const {
-        return S::kFilled || segmentOf(column) < S::kTurnSegments;
+        return S::kFilled || segmentOf(column) < S::kStepSegments;
     }
     __device__ __forceinline__ int plane(int column) const { return (quad * kLaneColumns + column) % S::kPlaneBlock; }
 };
@@ -58,10 +58,10 @@ struct Lane {
 // Counts of sign bits over one segment: rows g and g + 8, planes 2t and 2t + 1 of the eight in `planes`.
 template <int kSegment>
 __device__ __forceinline__ void countBits(int (&counts)[4], uint4 signs, uint2 planes, int segment) {
-    if constexpr (kSegment == kTileColumns) {
+    if constexpr (kSegment == kTileK) {
         binaryCount256(counts, signs, planes.x, planes.y);
     } else {
-        const bool upper = segment / (kTileColumns / 2 / kSegment);
+        const bool upper = segment / (kTileK / 2 / kSegment);
         binaryCount128(counts, upper ? signs.z : signs.x, upper ? signs.w : signs.y, upper ? planes.y : planes.x);
     }
 }
@@ -69,10 +69,10 @@ __device__ __forceinline__ void countBits(int (&counts)[4], uint4 signs, uint2 p
 // The planes of x inside one segment: where a half tile holds several, the other lanes' words are cleared.
 template <int kSegment>
 __device__ __forceinline__ uint2 segmentPlanes(uint32 first, uint32 second, int segment, int quad) {
-    if constexpr (kSegment * 2 >= kTileColumns) {
+    if constexpr (kSegment * 2 >= kTileK) {
         return make_uint2(first, second);
     } else {
-        constexpr int kPerHalf = kTileColumns / 2 / kSegment;
+        constexpr int kPerHalf = kTileK / 2 / kSegment;
         const bool inside = quad / (kTileQuads / kPerHalf) == segment % kPerHalf;
         return make_uint2(inside ? first : 0, inside ? second : 0);
     }
@@ -84,12 +84,12 @@ __device__ __forceinline__ uint32 multiplied(int first, int second, uint32 shift
 
 // Scale the sums of one batch and add them to `sums` [token][row of the lane].
 // scales, records: shared addresses of the batch's first scales (less Lane::scale) and segment (less Lane::about).
-template <int kBits, int kSegment, int kScaleBits, int kSteps, int kTokens>
+template <int kBits, int kSegment, int kScaleBits, int kStepTiles, int kTokens>
 __device__ __forceinline__ void addBatch(const float (&codes)[planeBlocks(kBits)][kTokens][4],
                                          uint32 scales, int entries, uint32 records, uint32 tokenBytes,
-                                         const Lane<kBits, kSegment, kScaleBits, kSteps>& lane,
+                                         const Lane<kBits, kSegment, kScaleBits, kStepTiles>& lane,
                                          float (&sums)[kTokens][kLaneRows]) {
-    using S = BinaryShape<kBits, kSegment, kScaleBits, kSteps>;
+    using S = BinaryShape<kBits, kSegment, kScaleBits, kStepTiles>;
 #pragma unroll
     for (int column = 0; column < kLaneColumns; ++column) {
         float2 about[kTokens];
@@ -123,26 +123,26 @@ __device__ __forceinline__ void addBatch(const float (&codes)[planeBlocks(kBits)
     }
 }
 
-// Add one turn's product to `sums` [token][row of the lane]; each lane of a quad has a part of it.
-// slot, records: shared addresses of the turn's weights and of its planes, the latter for token 0.
-template <int kBits, int kSegment, int kScaleBits, int kSteps, int kTokens>
-__device__ __forceinline__ void multiplyTurn(uint32 slot, int entries, uint32 records, uint32 tokenBytes,
-                                             const Lane<kBits, kSegment, kScaleBits, kSteps>& lane,
+// Add one step's product to `sums` [token][row of the lane]; each lane of a quad has a part of it.
+// stage, records: shared addresses of the step's weights and of its planes, the latter for token 0.
+template <int kBits, int kSegment, int kScaleBits, int kStepTiles, int kTokens>
+__device__ __forceinline__ void multiplyStep(uint32 stage, int entries, uint32 records, uint32 tokenBytes,
+                                             const Lane<kBits, kSegment, kScaleBits, kStepTiles>& lane,
                                              float (&sums)[kTokens][kLaneRows]) {
-    using S = BinaryShape<kBits, kSegment, kScaleBits, kSteps>;
+    using S = BinaryShape<kBits, kSegment, kScaleBits, kStepTiles>;
     constexpr int kRecord = recordBytes<kSegment>();
-    const uint32 ownSigns = slot + lane.vector, ownPlanes = records + lane.vector;
+    const uint32 ownSigns = stage + lane.vector, ownPlanes = records + lane.vector;
     uint4 signs[kBits], x[kTokens];
     float codes[S::kBlocks][kTokens][4];
 #pragma unroll
-    for (int index = 0; index < S::kTurnSegments; ++index) {
-        const int step = index / S::kTileSegments, segment = index % S::kTileSegments, place = index % S::kSegments;
+    for (int index = 0; index < S::kStepSegments; ++index) {
+        const int tile = index / S::kTileSegments, segment = index % S::kTileSegments, place = index % S::kSegments;
         if (segment == 0) {
 #pragma unroll
-            for (int m = 0; m < kTokens; ++m) x[m] = loadShared16(ownPlanes + m * tokenBytes + step * kRecord);
+            for (int m = 0; m < kTokens; ++m) x[m] = loadShared16(ownPlanes + m * tokenBytes + tile * kRecord);
 #pragma unroll
             for (int i = 0; i < kBits; ++i) {
-                signs[i] = loadShared16(ownSigns + (step * kBits + i) * kWarpSize * kVectorBytes);
+                signs[i] = loadShared16(ownSigns + (tile * kBits + i) * kWarpSize * kVectorBytes);
             }
         }
         if (place == 0) {
@@ -167,30 +167,30 @@ __device__ __forceinline__ void multiplyTurn(uint32 slot, int entries, uint32 re
                 halfMma16(codes[i / S::kPlaneBlock][m], pairs, column.x, column.y);
             }
         }
-        if (place == S::kSegments - 1 || index == S::kTurnSegments - 1) {
+        if (place == S::kSegments - 1 || index == S::kStepSegments - 1) {
             const int first = index - place;
             const uint32 firstAbout = aboutOffset<kSegment>(first) - aboutOffset<kSegment>(0);
-            const uint32 scales = slot + first / S::kSegments * lane.batchScales;
-            addBatch<kBits, kSegment, kScaleBits, kSteps, kTokens>(codes, scales, entries,
+            const uint32 scales = stage + first / S::kSegments * lane.batchScales;
+            addBatch<kBits, kSegment, kScaleBits, kStepTiles, kTokens>(codes, scales, entries,
                                                        records + firstAbout, tokenBytes, lane, sums);
         }
     }
 }
 
-// What bcq_ring.cuh runs.
-template <int kBits, int kSegment, int kScaleBits_, int kTokens_, int kSteps>
+// What ring.cuh runs.
+template <int kBits, int kSegment, int kScaleBits_, int kTokens_, int kStepTiles>
 struct BinaryProduct {
-    using Shape = BinaryShape<kBits, kSegment, kScaleBits_, kSteps>;
+    using Shape = BinaryShape<kBits, kSegment, kScaleBits_, kStepTiles>;
     using Record = PlaneRecord<kSegment>;
-    static constexpr int kScaleBits = kScaleBits_, kTokens = kTokens_, kSetRows = 1;
-    static constexpr bool kHoldsWord = kTokens == 1 && kSegment * 2 >= kTileColumns;  // others would spill
-    const Lane<kBits, kSegment, kScaleBits, kSteps> own;
+    static constexpr int kScaleBits = kScaleBits_, kTokens = kTokens_, kSetTokens = 1;
+    static constexpr bool kHoldsWord = kTokens == 1 && kSegment * 2 >= kTileK;  // others would spill
+    const Lane<kBits, kSegment, kScaleBits, kStepTiles> own;
     float sums[kTokens][kLaneRows] = {};
 
     __device__ __forceinline__ BinaryProduct(int lane, int entries, uint32 groupBytes)
         : own(lane, entries, groupBytes) {}
-    __device__ __forceinline__ void multiplyTurn(uint32 slot, int entries, uint32 records, uint32 setBytes) {
-        ::multiplyTurn<kBits, kSegment, kScaleBits, kSteps, kTokens>(slot, entries, records, setBytes, own, sums);
+    __device__ __forceinline__ void multiplyStep(uint32 stage, int entries, uint32 records, uint32 setBytes) {
+        ::multiplyStep<kBits, kSegment, kScaleBits, kStepTiles, kTokens>(stage, entries, records, setBytes, own, sums);
     }
     __device__ __forceinline__ void flush(float* target, int lane) { flushQuads<kTokens>(sums, target, lane); }
 };

@@ -1,6 +1,6 @@
-// How a turn of weights gets from memory into a slot of shared memory (bcq_ring.cuh).
+// How a step of weights gets from memory into a stage of shared memory (ring.cuh).
 //
-//   slot   signs [step][plane][lane] uint4, scales [step][segment][g][entry][2]
+//   stage   signs [tile][plane][lane] uint4, scales [tile][segment][g][entry][2]
 #pragma once
 #include "tiles.cuh"
 #include "../shared/mma.cuh"
@@ -17,27 +17,27 @@ __device__ __forceinline__ const uint4* pinned(const uint4* pointer) {
     return pointer;
 }
 
-// Sizes of a turn.
-template <int kBits_, int kSegment, int kScaleBits, int kSteps_>
-struct TurnShape {
-    static constexpr int kBits = kBits_, kSteps = kSteps_;
-    static constexpr int kTileSegments = kTileColumns / kSegment;
-    static constexpr int kTurnSegments = kSteps * kTileSegments;
+// Sizes of a step.
+template <int kBits_, int kSegment, int kScaleBits, int kStepTiles_>
+struct StepShape {
+    static constexpr int kBits = kBits_, kStepTiles = kStepTiles_;
+    static constexpr int kTileSegments = kTileK / kSegment;
+    static constexpr int kStepSegments = kStepTiles * kTileSegments;
     static constexpr int kEntryBytes = kLaneRows * kScaleBits / kBitsPerByte;
     static constexpr int kSignVectors = kBits * kWarpSize;        // of a tile
-    static constexpr int kSignBytes = kSteps * kSignVectors * kVectorBytes;
-    // Of the scales of one group of a row tile.
+    static constexpr int kSignBytes = kStepTiles * kSignVectors * kVectorBytes;
+    // Of the scales of one group of an n tile.
     static __device__ __forceinline__ constexpr uint32 groupVectors(int offsets) {
         return (kBits + offsets) * kEntryBytes / kLaneRows;
     }
 };
 
-// Where the block's tiles are and how a turn gets into a slot.
+// Where the block's tiles are and how a step gets into a stage.
 template <class S>
 struct Weights {
-    static constexpr uint32 kMostScaleVectors = S::kTurnSegments * (S::kBits + 1) * S::kEntryBytes / kLaneRows;
-    const uint4* signs;   // of the block's first row tile, plus the lane
-    const uint4* scales;  // of the block's first row tile
+    static constexpr uint32 kMostScaleVectors = S::kStepSegments * (S::kBits + 1) * S::kEntryBytes / kLaneRows;
+    const uint4* signs;   // of the block's first n tile, plus the lane
+    const uint4* scales;  // of the block's first n tile
     uint32 kTiles, groups, groupVectors, lane, groupMagic, vectorMagic;
     bool linear;          // one group per segment, all stored: scales follow each other as the tiles do
 
@@ -45,59 +45,59 @@ struct Weights {
     __device__ __forceinline__ uint32 groupOf(uint32 segment) const {
         return min(groupMagic == 0 ? segment : __umulhi(segment, groupMagic), groups - 1);
     }
-    // Tiles `tile` .. of row tile `rowTile`, counted through the block. Scales behind the last are zeros.
-    __device__ __forceinline__ void fetch(uint32 slot, uint32 tile, uint32 rowTile, uint32 steps) const {
-        const uint32 target = slot + lane * kVectorBytes;
-        const bool whole = S::kSteps == 1 || steps == S::kSteps;
+    // Tiles `tile` .. of n tile `nTile`, counted through the block. Scales behind the last are zeros.
+    __device__ __forceinline__ void fetch(uint32 stage, uint32 tile, uint32 nTile, uint32 count) const {
+        const uint32 target = stage + lane * kVectorBytes;
+        const bool whole = S::kStepTiles == 1 || count == S::kStepTiles;
         if (kMostScaleVectors > kWarpSize && whole && linear) {
             fetchSigns(target, tile);
             fetchScales(target + S::kSignBytes, tile);
         } else {
             if (whole) fetchSigns(target, tile);
-            else fetchSigns(target, tile, steps);
-            fetchScales(target + S::kSignBytes, tile, rowTile, steps);
+            else fetchSigns(target, tile, count);
+            fetchScales(target + S::kSignBytes, tile, nTile, count);
         }
     }
 
-    // A whole turn's: without a loop, as idle instructions of the assembler stand before every run of copies.
+    // A whole step's: without a loop, as idle instructions of the assembler stand before every run of copies.
     __device__ __forceinline__ void fetchSigns(uint32 target, uint32 tile) const {
         const uint4* source = signs + size_t(tile) * S::kSignVectors;
 #pragma unroll
-        for (int i = 0; i < S::kSteps * S::kBits; ++i) {
+        for (int i = 0; i < S::kStepTiles * S::kBits; ++i) {
             copyAsyncOnce16(target + i * kWarpSize * kVectorBytes, source + i * kWarpSize);
         }
     }
     __device__ __forceinline__ void fetchScales(uint32 target, uint32 tile) const {  // linear
-        constexpr uint32 kLeast = S::kTurnSegments * S::groupVectors(0);
+        constexpr uint32 kLeast = S::kStepSegments * S::groupVectors(0);
         const uint4* source = scales + tile * S::kTileSegments * groupVectors + lane;
 #pragma unroll
         for (uint32 first = 0; first < kMostScaleVectors; first += kWarpSize) {
-            if (first + kWarpSize <= kLeast || first + lane < S::kTurnSegments * groupVectors) {
+            if (first + kWarpSize <= kLeast || first + lane < S::kStepSegments * groupVectors) {
                 copyAsync16(target + first * kVectorBytes, source + first);
             }
         }
     }
 
-    // Of the first `steps` tiles of a turn.
-    __device__ __forceinline__ void fetchSigns(uint32 target, uint32 tile, uint32 steps) const {
+    // Of the first `count` tiles of a step.
+    __device__ __forceinline__ void fetchSigns(uint32 target, uint32 tile, uint32 count) const {
         const uint4* source = signs + size_t(tile) * S::kSignVectors;
 #pragma unroll 1
-        for (uint32 i = 0; i < steps * S::kBits; ++i) {
+        for (uint32 i = 0; i < count * S::kBits; ++i) {
             copyAsyncOnce16(target + i * kWarpSize * kVectorBytes, source + i * kWarpSize);
         }
     }
-    __device__ __forceinline__ void fetchScales(uint32 target, uint32 tile, uint32 rowTile, uint32 steps) const {
-        const uint32 firstSegment = (tile - rowTile * kTiles) * S::kTileSegments;
+    __device__ __forceinline__ void fetchScales(uint32 target, uint32 tile, uint32 nTile, uint32 count) const {
+        const uint32 firstSegment = (tile - nTile * kTiles) * S::kTileSegments;
 #pragma unroll 1
         for (uint32 first = 0; first < kMostScaleVectors; first += kWarpSize) {
             const uint32 vector = first + lane;
             uint32 index = tile * S::kTileSegments * groupVectors + vector;
             if (!linear) {
                 const uint32 segment = vector * vectorMagic >> 16;  // vector / groupVectors
-                index = (rowTile * groups + groupOf(firstSegment + segment) - segment) * groupVectors + vector;
+                index = (nTile * groups + groupOf(firstSegment + segment) - segment) * groupVectors + vector;
             }
-            const bool present = vector < steps * S::kTileSegments * groupVectors;
-            if (vector < S::kTurnSegments * groupVectors) {
+            const bool present = vector < count * S::kTileSegments * groupVectors;
+            if (vector < S::kStepSegments * groupVectors) {
                 copyAsync16Or0(target + first * kVectorBytes, scales + (present ? index : 0), present);
             }
         }

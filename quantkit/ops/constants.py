@@ -1,0 +1,14 @@
+"""Numbers that every kernel shares with Python; each family adds its own where its instances are listed."""
+
+from __future__ import annotations
+
+from quantkit.cuda.launch import DTYPE_CODES
+from quantkit.ops.activations import ACTIVATIONS
+from quantkit.ops.epilogue import NO_ACTIVATION
+
+SHARED_CONSTANTS: dict[str, int] = {
+    **{str(dtype).removeprefix("torch.").upper(): code for dtype, code in DTYPE_CODES.items()},
+    **{name.upper(): activation.number for name, activation in ACTIVATIONS.items()},
+    "NO_ACTIVATION": NO_ACTIVATION,
+}
+"""FLOAT16, BFLOAT16, FLOAT32; RELU, GELU, ... and NO_ACTIVATION."""

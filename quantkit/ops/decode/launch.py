@@ -1,0 +1,149 @@
+"""The launches of the decoding kernels, each of which may start before its predecessor ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quantkit.cuda.launch import DTYPE_CODES, Launch
+from quantkit.ops.activations import ACTIVATIONS
+from quantkit.ops.decode.instances import (
+    ATTENTION_THREADS,
+    GATED_THREADS,
+    NORM_THREADS,
+    attention_unit,
+    combine_unit,
+    gated_unit,
+    norm_unit,
+)
+from quantkit.ops.decode.layout import VECTOR_VALUES
+from quantkit.ops.decode.plan import split_length
+
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Token:
+    """What one token brings to attention: key and value [1, Hkv, 1, D], and position [1] int64, their place.
+
+    rotary: cosine and sine, D values each of the key's type, of the rotary embedding that q and key lack, or None.
+    Values i and i + D / 2 become x_i cos_i - x_(i + D/2) sin_i and x_(i + D/2) cos_(i + D/2) + x_i sin_(i + D/2), every
+    product and sum rounded, as transformers does for Llama.
+    """
+
+    key: Tensor
+    value: Tensor
+    position: Tensor
+    rotary: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """What the splits of the cache leave for decodeCombine; None and None where there is a single one.
+
+    sums: [H * count * D] fp32, weighted values. weights: [H * count * 2] fp32, largest score and sum of the weights.
+    """
+
+    count: int
+    sums: Tensor | None = None
+    weights: Tensor | None = None
+
+
+def norm_launch(
+    x: Tensor,
+    addend: Tensor | None,
+    *,
+    parameters: tuple[Tensor, Tensor | None],
+    epsilon: float,
+    centered: bool,
+    total: Tensor,
+    y: Tensor,
+) -> Launch:
+    """y = norm of total = x + addend, all [..., K]; total is only written with an addend. parameters: weight, bias."""
+    in_features = x.shape[-1]
+    return Launch(
+        norm_unit(centered, DTYPE_CODES[x.dtype], in_features),
+        x.device,
+        grid=(x.numel() // in_features,),
+        block=NORM_THREADS,
+        args={
+            "x": x,
+            "addend": addend,
+            "weight": parameters[0],
+            "bias": parameters[1],
+            "sum": total,
+            "y": y,
+            "K": in_features,
+            "epsilon": epsilon,
+        },
+        overlap=True,
+    )
+
+
+def gated_launch(gate: Tensor, up: Tensor, y: Tensor, activation: str) -> Launch:
+    """y = activation(gate) * up; activation: of ACTIVATIONS."""
+    count = gate.numel()
+    return Launch(
+        gated_unit(DTYPE_CODES[gate.dtype]),
+        gate.device,
+        grid=(-(-count // (VECTOR_VALUES * GATED_THREADS)),),
+        block=GATED_THREADS,
+        args={"gate": gate, "up": up, "y": y, "count": count, "activation": ACTIVATIONS[activation].number},
+        overlap=True,
+    )
+
+
+def attention_launch(
+    q: Tensor,
+    token: Token,
+    *,
+    cache: tuple[Tensor, Tensor],
+    mask: Tensor,
+    scales: tuple[float, float],
+    y: Tensor,
+    splits: Splits,
+) -> Launch:
+    """Attention of one token, into y or, of several splits, into theirs; scales: of the scores and of the query."""
+    _, heads, _, head_dim = q.shape
+    (keys, values), (cosine, sine), (scale, query_scale) = cache, token.rotary or (None, None), scales
+    capacity = keys.shape[2]
+    return Launch(
+        attention_unit(head_dim, DTYPE_CODES[q.dtype]),
+        q.device,
+        grid=(heads, splits.count),
+        block=ATTENTION_THREADS,
+        args={
+            "q": q.contiguous(),
+            "key": token.key.contiguous(),
+            "value": token.value.contiguous(),
+            "keys": keys,
+            "values": values,
+            "mask": mask,
+            "position": token.position,
+            "cosine": cosine,
+            "sine": sine,
+            "y": y,
+            "sums": splits.sums,
+            "weights": splits.weights,
+            "headsPerKv": heads // keys.shape[1],
+            "capacity": capacity,
+            "queryScale": query_scale,
+            "scale": scale,
+        },
+        shared_mem=split_length(capacity, splits.count) * _FLOAT_BYTES,
+        overlap=True,
+    )
+
+
+def combine_launch(splits: Splits, y: Tensor) -> Launch:
+    """y [1, 1, H, D] from what several splits left."""
+    _, _, heads, head_dim = y.shape
+    return Launch(
+        combine_unit(head_dim, DTYPE_CODES[y.dtype]),
+        y.device,
+        grid=(heads,),
+        block=head_dim,
+        args={"sums": splits.sums, "weights": splits.weights, "y": y, "splits": splits.count},
+        overlap=True,
+    )

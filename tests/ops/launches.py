@@ -1,0 +1,49 @@
+"""Running the GPU halves of ops without a GPU: launches are kept as data, and compared with the kernels' sources."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quantkit.cuda.architectures import Architecture
+from quantkit.cuda.device import gpu_of
+from quantkit.cuda.launch import Launch
+
+PROCESSORS = 20
+MOST_GRID = (2**31 - 1, 65535, 65535)
+MOST_THREADS = 1024
+
+
+class Recorder:
+    """Launches in the order in which they would have run on a GPU of this generation, each checked when it comes."""
+
+    def __init__(self, row: Architecture):
+        self.row, self.launches = row, list[Launch]()
+
+    def take(self, launch: Launch) -> None:
+        launch.check()
+        assert all(1 <= size <= most for size, most in zip(launch.grid, MOST_GRID, strict=False)), launch.grid
+        assert 0 < launch.block <= MOST_THREADS
+        assert launch.block % 32 == 0
+        shared_mem = launch.unit.shared_mem if launch.shared_mem is None else launch.shared_mem
+        assert shared_mem <= self.row.shared_limit()
+        assert launch.cluster == 1 or (self.row.clusters and launch.grid[0] % launch.cluster == 0)
+        self.launches.append(launch)
+
+    @property
+    def functions(self) -> list[str]:
+        return [launch.unit.function for launch in self.launches]
+
+
+def record(monkeypatch: pytest.MonkeyPatch, row: Architecture) -> Recorder:
+    """Until the end of the test CPU tensors count as on a GPU of this generation, and kernels do not run."""
+    recorder = Recorder(row)
+    major, minor = row.capability
+    properties = SimpleNamespace(major=major, minor=minor, multi_processor_count=PROCESSORS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: row.title)
+    monkeypatch.setattr(Launch, "run", lambda launch: recorder.take(launch))
+    gpu_of.cache_clear()
+    return recorder

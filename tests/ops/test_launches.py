@@ -1,0 +1,93 @@
+"""Every launch of every op on every GPU generation: arguments, sizes and instances, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.cuda.architectures import ARCHITECTURES, Architecture, Kernel
+from quantkit.cuda.device import gpu_of
+from quantkit.ops.activations import ACTIVATIONS
+from quantkit.ops.bcq import autotune
+from quantkit.ops.bcq.op import bcq_linear_with_epilogue
+from quantkit.ops.decode.op import add_norm, attention, gated, norm
+from quantkit.ops.epilogue import Epilogue
+from quantkit.ops.instances import INSTANCES, all_units
+from quantkit.ops.registry import OPS
+from tests.ops.bcq.cases import random_weight
+from tests.ops.decode.cases import token_behind_others
+from tests.ops.launches import Recorder, record
+from tests.ops.table import NAMES
+
+ROWS = [pytest.param(row, id=row.title) for row in ARCHITECTURES.values()]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=ROWS)
+def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
+    row: Architecture = request.param
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    autotune.gpu_key.cache_clear()
+    yield record(monkeypatch, row)
+    gpu_of.cache_clear()
+    autotune.gpu_key.cache_clear()
+
+
+def _is_asked_for(sample: Any, row: Architecture) -> bool:
+    """Whether a GPU of this generation gets the sample: its bcq kernels by name, nibbles where it has INT4 products."""
+    named, acts = getattr(sample, "implementation", "auto"), getattr(sample, "act_tiles", None)
+    packed = getattr(sample, "packed", False) or (acts is not None and acts.dtype == torch.uint8)
+    return (named == "auto" or Kernel(named) in row.kernels) and (not packed or Kernel.INT4_GEMM_MMA in row.kernels)
+
+
+def _run_op(name: str, row: Architecture) -> None:
+    for sample in OPS[name].samples():
+        if _is_asked_for(sample, row):
+            OPS[name].cuda(sample)
+
+
+def _run_decode() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        for width in (64, 4104, 16384):
+            x, weight = torch.randn(3, 1, width).to(dtype), torch.ones(width, dtype=dtype)
+            norm(x, weight, weight, 1e-5, centered=True)
+            add_norm(x, x, (weight, None), 1e-6, centered=False)
+        for head_dim in (64, 128, 256):
+            q, token, cache, mask = token_behind_others(head_dim, dtype, CPU)
+            attention(q, token, cache, mask, 0.7, 0.5)
+            long = tuple(torch.zeros(1, 2, 9000, head_dim, dtype=dtype) for _ in range(2))
+            attention(q, token, (long[0], long[1]), torch.ones(1, 1, 1, 9000).bool(), 0.7)
+        for activation in ACTIVATIONS:
+            gated(torch.zeros(2, 64, dtype=dtype), torch.zeros(2, 64, dtype=dtype), activation)
+
+
+def _run_epilogues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    weight, x = random_weight(2, 40, 512, 64, offset=True).tiled(), torch.randn(1, 1, 512).half()
+    for epilogue in (Epilogue("silu"), Epilogue(residual=torch.randn(1, 1, 40).half())):
+        bcq_linear_with_epilogue(x, weight, None, epilogue)
+
+
+def test_every_kernel_is_launched_with_its_parameters_and_as_a_compiled_instance(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in NAMES:
+        _run_op(name, recorder.row)
+    _run_decode()
+    _run_epilogues(monkeypatch)
+    compiled = set(all_units(recorder.row))
+    assert {launch.unit for launch in recorder.launches} <= compiled
+    assert set(recorder.functions) == {unit.function for unit in compiled}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_op_launches_kernels_of_its_family_only(name: str, recorder: Recorder) -> None:
+    _run_op(name, recorder.row)
+    family = OPS[name].arguments.__module__.split(".")[2]
+    assert family in INSTANCES
+    assert {launch.unit.source.file.split("/")[0] for launch in recorder.launches} <= {family}
+    assert recorder.launches or name == "int8_gemm"  # cuBLAS multiplies rows
