@@ -35,10 +35,10 @@ from quantkit.bench.timing import check_result
 from quantkit.errors import BenchError
 from quantkit.formats.flatten import FlattenSpec
 from quantkit.formats.table import stored_bytes
-from quantkit.models.families import decoder_blocks
+from quantkit.models.families import decoder_blocks, linear_shape
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.ops.flatten.launch import REQUANTIZED_DTYPES
-from quantkit.runtime.batch_chunks import split_batches
+from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.causal_mask import plain_causal
 from quantkit.runtime.fused_ffn import fuse_chains, fused_pairs
 
@@ -50,9 +50,9 @@ COMPUTE_PEAKS = {  # dense operations/s of fp16 and of INT8, datasheets
     "NVIDIA A100-SXM4-40GB": (312e12, 624e12),
 }
 _SECONDS, _LEAST, _MOST = 0.5, 2, 50  # of timed passes
-_CHECKED_TOKENS = (8, 2048)  # on a CPU; on a GPU, whose kernels have tiles of their own for many rows
+_CHECKED_TOKENS = (8, 2048)  # on a CPU; on a GPU, whose kernels have tiles of their own for many tokens
 _FIRST_ID = 10
-_HIDDEN_TENSORS, _FFN_TENSORS = 8, 4  # alive at once, at most, of so many columns
+_HIDDEN_TENSORS, _FFN_TENSORS = 8, 4  # alive at once, at most, of so many values per token
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ def prefill_model(name: str, shape: ModelShape, method: str, device: torch.devic
         for index, linear_name in enumerate(linears, start=layer * len(linears)):
             module = block.get_submodule(linear_name)
             assert isinstance(module, nn.Linear)
-            rows, columns = module.weight.shape
-            packed = random_flatten_linear(flatten_spec(name, method, index, columns), (rows, columns), module.weight)
+            spec = flatten_spec(name, method, index, module.in_features)
+            packed = random_flatten_linear(spec, linear_shape(module), module.weight)
             packed.bias = module.bias
             block.set_submodule(linear_name, packed)
         for module in block.modules():
@@ -182,7 +182,7 @@ def prefill_model(name: str, shape: ModelShape, method: str, device: torch.devic
         blocks.append(block)
     model.config.num_hidden_layers = shape.layers
     fuse_chains(model)
-    split_batches(model)
+    chunk_batches(model)
     if method == INT8_ATTENTION:
         install_int8_attention(model)
     return model

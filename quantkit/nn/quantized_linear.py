@@ -42,8 +42,8 @@ class QuantizedLinear(nn.Module):
     @classmethod
     def from_packed(cls, packed: PackedWeight, bias: Tensor | None, dtype: torch.dtype) -> QuantizedLinear:
         """The module holding a quantizer's result; ``bias`` is copied in ``dtype``."""
-        rows, columns = packed.shape
-        module = cls(packed.spec, columns, rows, bias is not None, dtype, device="meta")
+        out_features, in_features = packed.shape
+        module = cls(packed.spec, in_features, out_features, bias is not None, dtype, device="meta")
         for name, tensor in packed.tensors.items():
             setattr(module, name, _frozen(tensor.contiguous()))
         if bias is not None:
@@ -98,7 +98,7 @@ class QuantizedLinear(nn.Module):
             self._replace(self._restored())
             self.prepared = False
 
-    def settle(self) -> None:
+    def prepare_for_device(self) -> None:
         """Prepared on a GPU, canonical on any other device."""
         if self._device.type == "cuda":
             self.prepare()
@@ -160,7 +160,7 @@ class QuantizedLinear(nn.Module):
         super()._apply(move, recurse)
         if self.bias is not None:
             self.compute_dtype = self.bias.dtype
-        self.settle()
+        self.prepare_for_device()
         return self
 
     def extra_repr(self) -> str:
