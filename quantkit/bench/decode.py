@@ -65,15 +65,15 @@ def run_decode(bench: DecodeBench) -> Iterator[DecodeResult]:
     Raises BenchError for a method with a folder, a missing method with a shape, a wrong result, or too little memory.
     """
     if min(bench.prompt, bench.new) < 1:
-        raise BenchError("--prompt and --new must be at least 1")
+        raise BenchError("`prompt` and `new` must be at least 1")
     if Path(bench.model).is_dir():
         if bench.method is not None:
-            raise BenchError(f"--method goes with a shape's name; {bench.model} is a folder and is run as it is")
+            raise BenchError(f"`method`: only with a shape's name; {bench.model} is a folder and is run as it is")
         yield _run_folder(bench)
         return
     shape = model_shape(bench.model)
     if bench.method is None:
-        raise BenchError(f"--method is needed with the shape {bench.model}; for example bcq-w4-g128")
+        raise BenchError(f"`method`: needed with the shape {bench.model}; for example bcq-w4-g128")
     spec = method_spec(bench.method)
     dtype = compute_dtype(bench.device)
     packed = model_bytes(shape, dtype, lambda _index, *size: stored_bytes(spec, size))

@@ -81,7 +81,7 @@ def run_linear(bench: LinearBench) -> Iterable[LinearResult]:
     """
     specs = {name: method_spec(name) for name in bench.methods}
     if any(count < 1 for count in bench.tokens):
-        raise BenchError("--rows: row counts must be positive")
+        raise BenchError("`tokens`: numbers must be positive")
     for shape in bench.shapes:
         _check_memory(bench, shape)
     for shape in bench.shapes:

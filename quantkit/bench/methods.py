@@ -77,8 +77,8 @@ def method_spec(name: str) -> Any:
             try:
                 return form.spec(found)
             except RecipeError as error:
-                raise BenchError(f"--method {name}: {error}") from error
-    raise BenchError(f"--method {name}: unknown; known forms: {', '.join(form.example for form in METHOD_NAMES)}")
+                raise BenchError(f"method {name}: {error}") from error
+    raise BenchError(f"method {name}: unknown; known forms: {', '.join(form.example for form in METHOD_NAMES)}")
 
 
 def random_tensors(spec: Any, shape: Shape, device: torch.device) -> dict[str, Tensor]:

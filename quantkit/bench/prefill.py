@@ -101,10 +101,10 @@ def run_prefill(bench: PrefillBench) -> Iterator[PrefillResult]:
     Raises BenchError for an unknown method, a method with a folder, a wrong result, or a rate above the GPU's.
     """
     if min(*bench.batches, *bench.lengths) < 1:
-        raise BenchError("--batch and --seq must be at least 1")
+        raise BenchError("`batches` and `lengths` must be at least 1")
     if Path(bench.model).is_dir():
         if bench.methods:
-            raise BenchError(f"--method goes with a shape's name; {bench.model} is a folder and is run as it is")
+            raise BenchError(f"`methods`: only with a shape's name; {bench.model} is a folder and is run as it is")
         yield from _run_model(bench, "as stored", _load_folder(bench))
         return
     shape = model_shape(bench.model)
@@ -112,9 +112,9 @@ def run_prefill(bench: PrefillBench) -> Iterator[PrefillResult]:
         shape = replace(shape, layers=bench.layers)
     for method in bench.methods:
         if method not in METHODS:
-            raise BenchError(f"--method {method}: unknown; choose {', '.join(METHODS)}")
+            raise BenchError(f"method {method}: unknown; choose {', '.join(METHODS)}")
     if not bench.methods:
-        raise BenchError(f"--method is needed with the shape {bench.model}; for example flatten-o1,fp16")
+        raise BenchError(f"`methods`: needed with the shape {bench.model}; for example flatten-o1,fp16")
     if bench.device.type == "cpu":  # where running out of memory ends the process
         _check_memory(bench, shape)
     for method in bench.methods:

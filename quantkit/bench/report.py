@@ -71,11 +71,11 @@ def check_plot_path(plot: Path | None) -> None:
     if plot is None:
         return
     if plot.suffix != ".png":
-        raise BenchError(f"--plot {plot}: the file must end in .png")
+        raise BenchError(f"`plot` {plot}: the file must end in .png")
     if not plot.absolute().parent.is_dir():
-        raise BenchError(f"--plot {plot}: the folder {plot.absolute().parent} does not exist")
+        raise BenchError(f"`plot` {plot}: the folder {plot.absolute().parent} does not exist")
     if _version("matplotlib") is None:
-        raise BenchError("--plot needs matplotlib, which is not installed: pip install 'quantkit[plot]'")
+        raise BenchError("`plot` needs matplotlib, which is not installed: pip install 'quantkit[plot]'")
 
 
 def plot_linear(path: Path, results: Sequence[LinearResult], title: str, peak: float | None) -> None:

@@ -78,7 +78,7 @@ def parse_shapes(text: str) -> tuple[LinearShape, ...]:
         if square:
             out_features, in_features = int(square[1]), int(square[2])
             if not out_features or not in_features:
-                raise BenchError(f"--shapes {name}: N and K must be positive")
+                raise BenchError(f"`shapes` {name}: N and K must be positive")
             found.append(LinearShape(name, out_features, in_features))
         elif name in PAPER_SHAPES:
             found += PAPER_SHAPES[name]
@@ -86,9 +86,9 @@ def parse_shapes(text: str) -> tuple[LinearShape, ...]:
             found += [replace(shape, name=f"{name} {shape.name}") for shape in model_linears(MODELS[name])]
         else:
             known = nearest(name, [*PAPER_SHAPES, *MODELS])
-            raise BenchError(f"--shapes {name}: neither NxK nor a known name; {known}")
+            raise BenchError(f"`shapes` {name}: neither NxK nor a known name; {known}")
     if not found:
-        raise BenchError("--shapes: give at least one shape, as NxK or by name")
+        raise BenchError("`shapes`: give at least one shape, as NxK or by name")
     return tuple(found)
 
 

@@ -55,7 +55,7 @@ def test_bars_show_how_far_a_slow_machine_is(monkeypatch: pytest.MonkeyPatch) ->
     ("model", "method", "message"),
     [
         ("opt-7b", "bcq-w2-g32", "did you mean"),
-        ("opt-6.7b", None, "--method is needed"),
+        ("opt-6.7b", None, "`method`: needed"),
         (".", "bcq-w2-g32", "is a folder"),
     ],
     ids=["unknown", "no-method", "folder-with-method"],

@@ -57,7 +57,7 @@ def test_wrong_product_is_never_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_energy_on_the_cpu_is_refused() -> None:
-    with pytest.raises(BenchError, match="use --device cuda"):
+    with pytest.raises(BenchError, match="use `device` cuda"):
         list(run_linear(LinearBench(parse_shapes("16x64"), ["bcq-w2-g32"], [1], CPU, energy=True)))
 
 
@@ -76,7 +76,7 @@ def test_plot_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["plot.pdf", "absent/plot.png"])
 def test_bad_plot_paths_are_refused_first(path: str) -> None:
-    with pytest.raises(BenchError, match="--plot"):
+    with pytest.raises(BenchError, match="`plot`"):
         check_plot_path(Path(path))
 
 

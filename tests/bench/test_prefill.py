@@ -123,7 +123,7 @@ def test_a_folder_is_run_as_it_is(tiny_model: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"methods": ()}, "--method is needed"),
+        ({"methods": ()}, "`methods`: needed"),
         ({"methods": ("int3",)}, "unknown; choose fp16"),
         ({"model": "opt-13"}, "did you mean 'opt-13b'"),
         ({"batches": (0,)}, "at least 1"),
