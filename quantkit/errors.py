@@ -14,7 +14,7 @@ class DataError(QuantkitError):
 
 
 class RecipeError(QuantkitError):
-    """A recipe, or a --set override, that asks for something impossible or unknown."""
+    """A recipe, or a setting that overrides one, that asks for something impossible or unknown."""
 
 
 class CalibrationError(QuantkitError):
@@ -35,6 +35,10 @@ class KernelError(QuantkitError):
 
 class DeviceError(QuantkitError):
     """A device that is not there, or of a kind that nothing here runs on."""
+
+
+class GenerationError(QuantkitError):
+    """A prompt that a model cannot continue."""
 
 
 class BenchError(QuantkitError):

@@ -219,9 +219,9 @@ def weight_bytes(name: str, method: str, blocks: int) -> int:
     attention, *ffn = model_linears(model_shape(name))
     layers = [attention, attention, attention, attention, *ffn] * blocks
     if method == "fp16":
-        return sum(2 * s.rows * s.columns for s in layers)
+        return sum(2 * s.out_features * s.in_features for s in layers)
     return sum(
-        stored_bytes(flatten_spec(name, method, index, s.columns), (s.rows, s.columns))
+        stored_bytes(flatten_spec(name, method, index, s.in_features), (s.out_features, s.in_features))
         for index, s in enumerate(layers)
     )
 

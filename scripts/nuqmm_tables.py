@@ -79,12 +79,20 @@ def table2() -> tuple[list[str], list[LinearResult]]:
     results = measure(PAPER_SHAPES["nuqmm-table2"], [method(bits) for bits in (2, 3, 4, 5)])
     rows = []
     for r in results:
-        fp16, paper = TABLE_2[r.rows]
+        fp16, paper = TABLE_2[r.out_features]
         megabytes, latency = paper[bits_of(r)]
-        stored = stored_bytes(BcqSpec(bits_of(r), ROW_WISE, offset=False), (r.rows, r.columns)) / 1e6
+        stored = stored_bytes(BcqSpec(bits_of(r), ROW_WISE, offset=False), (r.out_features, r.in_features)) / 1e6
         ours = (f"{stored:.1f}", f"{r.baseline_us:.1f}", f"{r.median_us:.1f}", f"x{r.speed_up:.1f}")
         rows.append(
-            (str(r.rows), str(bits_of(r)), *ours, f"{megabytes}", f"{fp16}", f"{latency}", f"x{fp16 / latency:.1f}")
+            (
+                str(r.out_features),
+                str(bits_of(r)),
+                *ours,
+                f"{megabytes}",
+                f"{fp16}",
+                f"{latency}",
+                f"x{fp16 / latency:.1f}",
+            )
         )
     header = ("m = n", "q", "MB", "FP16 us", "us", "speed-up", "paper MB", "paper FP16", "paper us", "paper")
     return table(header, rows), results
@@ -98,11 +106,11 @@ def table3() -> tuple[list[str], list[LinearResult]]:
         assert r.energy is not None
         assert r.baseline_energy is not None
         ratio = r.energy.millijoules / r.baseline_energy.millijoules
-        paper = TABLE_3.get((r.rows, bits_of(r)))
+        paper = TABLE_3.get((r.out_features, bits_of(r)))
         theirs = ("-",) * 3 if paper is None else (f"x{paper[0]}", f"{paper[2]}", f"{paper[3]}")
         rows.append(
             (
-                *(str(r.rows), str(bits_of(r)), f"x{r.speed_up:.2f}", f"{r.energy.watts:.0f}"),
+                *(str(r.out_features), str(bits_of(r)), f"x{r.speed_up:.2f}", f"{r.energy.watts:.0f}"),
                 *(f"{r.energy.gpu_percent}", f"{r.energy.memory_percent}", f"{r.energy.millijoules:.2f}"),
                 *(f"{r.baseline_energy.millijoules:.2f}", f"{ratio:.2f}", *theirs),
             )
@@ -142,7 +150,7 @@ def fig9() -> tuple[list[str], list[LinearResult]]:
     for r in results:
         group = r.method.rsplit("-g", 1)[1]
         spec = BcqSpec(bits_of(r), ROW_WISE if group == ROW else int(group), offset=False)
-        ratio = FP16_BYTES * r.rows * r.columns / stored_bytes(spec, (r.rows, r.columns))
+        ratio = FP16_BYTES * r.out_features * r.in_features / stored_bytes(spec, (r.out_features, r.in_features))
         points.append((ratio, (f"{ratio:.2f}", str(bits_of(r)), group, f"{r.median_us:.1f}", f"x{r.speed_up:.2f}")))
     rows = [row for _, row in sorted(points)]
     return table(("compression", "q", "g", "us", "over FP16"), rows), results

@@ -21,13 +21,13 @@ from quantkit.bench.shapes import MODELS, LinearShape, ModelShape, model_shape, 
 from quantkit.bench.timing import check_peak, check_result, peak_bandwidth
 from quantkit.errors import BenchError
 from quantkit.formats.table import stored_bytes
-from quantkit.models.families import decoder_blocks
+from quantkit.models.families import decoder_blocks, linear_shape
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.progress import track
 from quantkit.runtime.generation import captured_step, next_logits, start, step
 
 _CHECKED_STEPS = 4
-_FAST_TOLERANCE = 5e-2  # of the logits after dozens of blocks in fp16: rounding alone was seen to change them by 2e-2
+_TOKEN_TOLERANCE = 5e-2  # of the logits after dozens of blocks in fp16: rounding alone was seen to change them by 2e-2
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ def run_decode(bench: DecodeBench) -> Iterator[DecodeResult]:
     Raises BenchError for a method with a folder, a missing method with a shape, a wrong result, or too little memory.
     """
     if min(bench.prompt, bench.new) < 1:
-        raise BenchError("--prompt and --new must be at least 1")
+        raise BenchError("`prompt` and `new` must be at least 1")
     if Path(bench.model).is_dir():
         if bench.method is not None:
-            raise BenchError(f"--method goes with a shape's name; {bench.model} is a folder and is run as it is")
+            raise BenchError(f"`method`: only with a shape's name; {bench.model} is a folder and is run as it is")
         yield _run_folder(bench)
         return
     shape = model_shape(bench.model)
     if bench.method is None:
-        raise BenchError(f"--method is needed with the shape {bench.model}; for example bcq-w4-g128")
+        raise BenchError(f"`method`: needed with the shape {bench.model}; for example bcq-w4-g128")
     spec = method_spec(bench.method)
     dtype = compute_dtype(bench.device)
-    packed = model_bytes(shape, dtype, lambda _index, rows, columns: stored_bytes(spec, (rows, columns)))
+    packed = model_bytes(shape, dtype, lambda _index, *size: stored_bytes(spec, size))
     check_fits(f"{bench.model}, {bench.method}", packed, bench.device)
     if fits(model_bytes(shape, dtype), bench.device):
         model = shaped_model(shape, bench.device)
@@ -128,8 +128,7 @@ def shaped_model(shape: ModelShape, device: torch.device, spec: Any = None) -> A
 def _pack_linears(block: nn.Module, spec: Any, device: torch.device) -> None:
     linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
     for name, module in linears:
-        rows, columns = module.weight.shape
-        packed = random_linear(spec, LinearShape(name, rows, columns), device, module.weight.dtype)
+        packed = random_linear(spec, LinearShape(name, *linear_shape(module)), device, module.weight.dtype)
         packed.bias = module.bias
         block.set_submodule(name, packed)
 
@@ -165,7 +164,7 @@ def _time(bench: DecodeBench, method: str, model: Any) -> DecodeResult:
     ids = torch.randint(10, model.config.vocab_size, (1, bench.prompt), device=device)
     capacity = bench.prompt + bench.new + 1
     start(model, ids, capacity)  # loads kernels and libraries
-    _check_fast_step(model, ids, capacity, method)
+    _check_token_model(model, ids, capacity, method)
     expected = _eager_tokens(model, ids, capacity, min(_CHECKED_STEPS, bench.new))
     began = _now(device)
     session = start(model, ids, capacity)
@@ -200,11 +199,11 @@ def _time(bench: DecodeBench, method: str, model: Any) -> DecodeResult:
     )
 
 
-def _check_fast_step(model: Any, ids: Tensor, capacity: int, method: str) -> None:
+def _check_token_model(model: Any, ids: Tensor, capacity: int, method: str) -> None:
     if ids.is_cuda:
-        plain = next_logits(start(model, ids, capacity), fast=False).double()
+        plain = next_logits(start(model, ids, capacity, fast=False)).double()
         error = (next_logits(start(model, ids, capacity)).double() - plain).norm() / plain.norm()
-        check_result(f"{method}, single-token kernels", float(error), _FAST_TOLERANCE)
+        check_result(f"{method}, single-token kernels", float(error), _TOKEN_TOLERANCE)
 
 
 def _eager_tokens(model: Any, ids: Tensor, capacity: int, steps: int) -> Tensor:

@@ -34,7 +34,7 @@ def energy_per_call(calls: Sequence[Callable[[], Any]], device: torch.device) ->
     Raises BenchError on the CPU, without nvidia-ml-py, or where the driver offers no counter.
     """
     if device.type != "cuda":
-        raise BenchError("--energy reads the GPU's counter; use --device cuda")
+        raise BenchError("`energy` reads the GPU's counter; use `device` cuda")
     pynvml, handle = open_nvml(device)
     rounds = -(-CALLS_PER_GRAPH // len(calls))
     graph = capture(list(calls) * rounds, device)
@@ -50,6 +50,6 @@ def energy_per_call(calls: Sequence[Callable[[], Any]], device: torch.device) ->
         used = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) - before
         seconds, busy = time.perf_counter() - started, pynvml.nvmlDeviceGetUtilizationRates(handle)
     except pynvml.NVMLError as error:
-        raise BenchError(f"--energy: NVML gives no reading on this GPU ({error})") from error
+        raise BenchError(f"`energy`: NVML gives no reading on this GPU ({error})") from error
     count = replays * rounds * len(calls)
     return Energy(used / count, used / 1e3 / seconds, busy.gpu, busy.memory)

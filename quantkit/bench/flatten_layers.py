@@ -25,27 +25,27 @@ _OTHER_SHARES = FLATTEN_SHARES["opt-30b"]
 LINEAR_METHODS = ("fp16", "smoothquant", "flatten-o1", "flatten-o3")
 INT8_ATTENTION = "flatten-o1-int8-attention"
 METHODS = (*LINEAR_METHODS, INT8_ATTENTION)
-"""What ``bench prefill --method`` may name; flatten-o2 has the sizes of flatten-o3, INT8_ATTENTION those of O1."""
+"""What a context pass may be timed with; flatten-o2 has the sizes of flatten-o3, INT8_ATTENTION those of O1."""
 
 _LARGEST_INPUT = 4.0  # activations are roughly normal with deviation 1
 _WEIGHT_DEVIATION = 0.02
 _UNIFORM_DEVIATION = 12**-0.5
-_CHECKED_ROWS = 8
+_CHECKED_TOKENS = 8
 _MOST_DIFFERING = 1e-4  # of the codes, by one, behind functions whose last bit may differ from torch's
 
 
-def flatten_spec(model: str, method: str, index: int, columns: int) -> FlattenSpec:
-    """The spec of Linear number ``index`` of a model, K = columns, under a method of METHODS but fp16.
+def flatten_spec(model: str, method: str, index: int, in_features: int) -> FlattenSpec:
+    """The spec of Linear number ``index`` of a model, K = in_features, under a method of METHODS but fp16.
 
     INT4 layers are spread evenly over the model, in the share that the paper reports; models it does not have take
     those of OPT-30B. smoothquant: INT8 without extended columns.
     """
     share, ratio = FLATTEN_SHARES.get(model, _OTHER_SHARES)
     if method == "smoothquant":
-        return FlattenSpec(8, 8, padded_columns(columns))
+        return FlattenSpec(8, 8, padded_columns(in_features))
     int4 = method == "flatten-o3" and int((index + 1) * share) > int(index * share)
     bits = 4 if int4 else 8
-    return FlattenSpec(bits, bits, padded_columns(columns + round(columns * ratio)))
+    return FlattenSpec(bits, bits, padded_columns(in_features + round(in_features * ratio)))
 
 
 def random_flatten_linear(spec: FlattenSpec, shape: Shape, like: Tensor) -> QuantizedLinear:
@@ -53,14 +53,14 @@ def random_flatten_linear(spec: FlattenSpec, shape: Shape, like: Tensor) -> Quan
 
     Every extended column is the second slice of another channel; inputs of deviation 1 give outputs near 1.
     """
-    rows, channels = shape
+    out_features, channels = shape
     device, extra = like.device, spec.extended_channels - channels
     source = torch.randperm(channels, device=device)[: min(extra, channels)].sort().values.int()
     source = torch.cat((source, source.new_zeros(extra - source.numel())))
     channel = torch.cat((torch.arange(channels, dtype=torch.int32, device=device), source))
     segment = torch.cat((channel.new_zeros(channels), channel.new_ones(extra)))
     top = max_code(spec.weight_bits)
-    codes = torch.randint(-top, top + 1, (rows, spec.extended_channels), dtype=torch.int8, device=device)
+    codes = torch.randint(-top, top + 1, (out_features, spec.extended_channels), dtype=torch.int8, device=device)
     tensors = {
         "codes": pack_nibbles(codes) if spec.weight_bits == 4 else codes,
         "source_channel": channel,
@@ -71,7 +71,7 @@ def random_flatten_linear(spec: FlattenSpec, shape: Shape, like: Tensor) -> Quan
     if spec.smooth:
         tensors["smooth_scale"] = torch.rand(channels, device=device) + 0.5
     module = QuantizedLinear.from_packed(PackedWeight(spec, shape, tensors, {}), None, like.dtype)
-    module.settle()
+    module.prepare_for_device()
     return module
 
 
@@ -81,11 +81,11 @@ def exact_sums(act_codes: Tensor, codes: Tensor) -> Tensor:
 
 
 def check_flatten_linear(what: str, module: QuantizedLinear, x: Tensor) -> None:
-    """Compare some rows of y for x [M, K] with the reference's codes and exact sums, bit for bit.
+    """Compare y for some tokens of x [M, K] with the reference's codes and exact sums, bit for bit.
 
     Raises BenchError where a bit differs.
     """
-    tensors, chosen = module.tensors, torch.linspace(0, x.shape[0] - 1, _CHECKED_ROWS).round().long().to(x.device)
+    tensors, chosen = module.tensors, torch.linspace(0, x.shape[0] - 1, _CHECKED_TOKENS).round().long().to(x.device)
     scales, smooth = (tensors["act_scale"], tensors["weight_scale"]), tensors.get("smooth_scale")
     acts = flatten_quantize(
         x[chosen].cpu(),
@@ -111,8 +111,8 @@ def check_fused_pair(what: str, pair: FusedPair, x: Tensor) -> None:
     """
     target, fused = pair.target, pair.codes(x)
     plain = quantized(target.spec, target.held, target.shape, pair.between(pair.source.multiply(x)))
-    columns = target.spec.extended_channels
-    one, other = (untile_codes(codes.tiles, x.shape[0], columns) for codes in (fused, plain))
+    extended = target.spec.extended_channels
+    one, other = (untile_codes(codes.tiles, x.shape[0], extended) for codes in (fused, plain))
     apart = (one.int() - other.int()).abs()
     most, share = int(apart.max()), float((apart > 0).float().mean())
     if most > (0 if ACTIVATIONS[pair.activation].exact else 1) or share > _MOST_DIFFERING:

@@ -32,15 +32,15 @@ _FLOAT_ACT_BITS = 16
 class LinearResult:
     """One row of the report.
 
-    shape, rows, columns: the weight [N, K]. tokens: rows of x. *_us: microseconds per call. baseline_*: F.linear in
-    ``baseline`` on the same rows, same run. bytes: stored weight, activations and output of one call.
+    shape, out_features, in_features: the weight [N, K]. tokens: M of x. *_us: microseconds per call. baseline_*:
+    F.linear in ``baseline`` on as many tokens, same run. bytes: stored weight, activations and output of one call.
     peak_percent: of the device's read bandwidth, or None where that is unknown. error: ||y - ref|| / ||ref||.
     energy, baseline_energy: None unless asked for.
     """
 
     shape: str
-    rows: int
-    columns: int
+    out_features: int
+    in_features: int
     method: str
     tokens: int
     implementation: str
@@ -61,7 +61,7 @@ class LinearResult:
 
 @dataclass(frozen=True)
 class LinearBench:
-    """What to time, and on what: methods as in bench/methods.py, tokens = the values of --rows."""
+    """What to time, and on what: methods as in bench/methods.py, each at every number of tokens."""
 
     shapes: Sequence[LinearShape]
     methods: Sequence[str]
@@ -76,13 +76,13 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 def run_linear(bench: LinearBench) -> Iterable[LinearResult]:
-    """Time every method at every shape and row count, the baseline of a shape once per row count.
+    """Time every method at every shape and number of tokens, the baseline of a shape once per number.
 
     Raises BenchError for an unknown method, a wrong result, or a bandwidth above the device's.
     """
     specs = {name: method_spec(name) for name in bench.methods}
     if any(count < 1 for count in bench.tokens):
-        raise BenchError("--rows: row counts must be positive")
+        raise BenchError("`tokens`: numbers must be positive")
     for shape in bench.shapes:
         _check_memory(bench, shape)
     for shape in bench.shapes:
@@ -92,17 +92,17 @@ def run_linear(bench: LinearBench) -> Iterable[LinearResult]:
 
 
 def _check_memory(bench: LinearBench, shape: LinearShape) -> None:
-    weights, width = shape.rows * shape.columns, compute_dtype(bench.device).itemsize
+    weights, width = shape.out_features * shape.in_features, compute_dtype(bench.device).itemsize
     rotation = rotation_length(weights * width, bench.device) * width
     check_fits(shape.name, weights * max(rotation, _REFERENCE_BYTES), bench.device)
 
 
 def _baseline(bench: LinearBench, shape: LinearShape, tokens: int) -> tuple[Timing, Energy | None]:
     dtype = compute_dtype(bench.device)
-    x = torch.randn(tokens, shape.columns, device=bench.device, dtype=dtype)
-    size = shape.rows * shape.columns * dtype.itemsize
+    x = torch.randn(tokens, shape.in_features, device=bench.device, dtype=dtype)
+    size = shape.out_features * shape.in_features * dtype.itemsize
     weights = [
-        torch.randn(shape.rows, shape.columns, device=bench.device, dtype=dtype)
+        torch.randn(shape.out_features, shape.in_features, device=bench.device, dtype=dtype)
         for _ in range(rotation_length(size, bench.device))
     ]
     calls = [_linear_call(x, weight) for weight in weights]
@@ -123,9 +123,9 @@ def _energy(bench: LinearBench, calls: Sequence[Callable[[], Any]]) -> Energy | 
 
 def random_linear(spec: Any, shape: LinearShape, device: torch.device, dtype: torch.dtype) -> QuantizedLinear:
     """A Linear with random content in the spec's format, in the order the device's kernels read."""
-    size = (shape.rows, shape.columns)
+    size = (shape.out_features, shape.in_features)
     module = QuantizedLinear.from_packed(PackedWeight(spec, size, random_tensors(spec, size, device), {}), None, dtype)
-    module.settle()
+    module.prepare_for_device()
     return module
 
 
@@ -137,26 +137,26 @@ def _time_method(
     baselines: dict[int, tuple[Timing, Energy | None]],
 ) -> Iterable[LinearResult]:
     dtype = compute_dtype(bench.device)
-    weight_bytes = stored_bytes(spec, (shape.rows, shape.columns))
+    weight_bytes = stored_bytes(spec, (shape.out_features, shape.in_features))
     modules = [
         random_linear(spec, shape, bench.device, dtype) for _ in range(rotation_length(weight_bytes, bench.device))
     ]
     peak = peak_bandwidth(bench.device)
     for tokens in bench.tokens:
-        what = f"{name} at {shape.name}, {tokens} rows"
-        x = torch.randn(tokens, shape.columns, device=bench.device, dtype=dtype)
+        what = f"{name} at {shape.name}, {tokens} tokens"
+        x = torch.randn(tokens, shape.in_features, device=bench.device, dtype=dtype)
         error = relative_error(modules[0], x[:_CHECKED_TOKENS], modules[0](x)[:_CHECKED_TOKENS])
         check_result(what, error, TOLERANCE[dtype])
         calls = [_module_call(module, x) for module in modules]
         timing = measure(calls, bench.device)
-        moved = weight_bytes + tokens * (shape.rows + shape.columns) * dtype.itemsize
+        moved = weight_bytes + tokens * (shape.out_features + shape.in_features) * dtype.itemsize
         bandwidth = moved / timing.median
         check_peak(what, bandwidth, peak)
         baseline, baseline_energy = baselines[tokens]
         yield LinearResult(
             shape=shape.name,
-            rows=shape.rows,
-            columns=shape.columns,
+            out_features=shape.out_features,
+            in_features=shape.in_features,
             method=name,
             tokens=tokens,
             implementation=implementation(modules[0], x),
@@ -177,7 +177,7 @@ def _time_method(
 
 
 def relative_error(module: QuantizedLinear, x: Tensor, y: Tensor) -> float:
-    """||y - x W^T|| / ||x W^T||, W dequantized, x as the format rounds it, the product in fp64; x's rows only."""
+    """||y - x W^T|| / ||x W^T||, W dequantized, x as the format rounds it, the product in fp64."""
     rounded = x.double()
     if FORMATS[module.format_name].act_bits(module.spec) != _FLOAT_ACT_BITS:
         if module.format_name not in ROUNDED_INPUTS:

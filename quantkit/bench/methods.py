@@ -1,4 +1,4 @@
-"""What ``--method`` may name in a benchmark: a storage format with its settings, filled with random content."""
+"""What a method may be called in a benchmark: a storage format with its settings, filled with random content."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FLOAT_RANGES = {  # tensor name -> of its random content, where it is no scale
 
 @dataclass(frozen=True)
 class MethodName:
-    """One form of ``--method``.
+    """One form of a method's name.
 
     pattern: of the whole name. example: shown in errors. spec: match -> format spec.
     """
@@ -77,8 +77,8 @@ def method_spec(name: str) -> Any:
             try:
                 return form.spec(found)
             except RecipeError as error:
-                raise BenchError(f"--method {name}: {error}") from error
-    raise BenchError(f"--method {name}: unknown; known forms: {', '.join(form.example for form in METHOD_NAMES)}")
+                raise BenchError(f"method {name}: {error}") from error
+    raise BenchError(f"method {name}: unknown; known forms: {', '.join(form.example for form in METHOD_NAMES)}")
 
 
 def random_tensors(spec: Any, shape: Shape, device: torch.device) -> dict[str, Tensor]:

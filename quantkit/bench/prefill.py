@@ -35,18 +35,18 @@ from quantkit.bench.timing import check_result, device_peaks
 from quantkit.errors import BenchError
 from quantkit.formats.flatten import FlattenSpec
 from quantkit.formats.table import stored_bytes
-from quantkit.models.families import decoder_blocks
+from quantkit.models.families import decoder_blocks, linear_shape
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.ops.flatten.launch import REQUANTIZED_DTYPES
-from quantkit.runtime.batch_chunks import split_batches
+from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.causal_mask import plain_causal
 from quantkit.runtime.fused_ffn import fuse_chains, fused_pairs
 
 FP16 = "fp16"
 _SECONDS, _LEAST, _MOST = 0.5, 2, 50  # of timed passes
-_CHECKED_TOKENS = (8, 2048)  # on a CPU; on a GPU, whose kernels have tiles of their own for many rows
+_CHECKED_TOKENS = (8, 2048)  # on a CPU; on a GPU, whose kernels have tiles of their own for many tokens
 _FIRST_ID = 10
-_HIDDEN_TENSORS, _FFN_TENSORS = 8, 4  # alive at once, at most, of so many columns
+_HIDDEN_TENSORS, _FFN_TENSORS = 8, 4  # alive at once, at most, of so many values per token
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ def run_prefill(bench: PrefillBench) -> Iterator[PrefillResult]:
     Raises BenchError for an unknown method, a method with a folder, a wrong result, or a rate above the GPU's.
     """
     if min(*bench.batches, *bench.lengths) < 1:
-        raise BenchError("--batch and --seq must be at least 1")
+        raise BenchError("`batches` and `lengths` must be at least 1")
     if Path(bench.model).is_dir():
         if bench.methods:
-            raise BenchError(f"--method goes with a shape's name; {bench.model} is a folder and is run as it is")
+            raise BenchError(f"`methods`: only with a shape's name; {bench.model} is a folder and is run as it is")
         yield from _run_model(bench, "as stored", _load_folder(bench))
         return
     shape = model_shape(bench.model)
@@ -106,9 +106,9 @@ def run_prefill(bench: PrefillBench) -> Iterator[PrefillResult]:
         shape = replace(shape, layers=bench.layers)
     for method in bench.methods:
         if method not in METHODS:
-            raise BenchError(f"--method {method}: unknown; choose {', '.join(METHODS)}")
+            raise BenchError(f"method {method}: unknown; choose {', '.join(METHODS)}")
     if not bench.methods:
-        raise BenchError(f"--method is needed with the shape {bench.model}; for example flatten-o1,fp16")
+        raise BenchError(f"`methods`: needed with the shape {bench.model}; for example flatten-o1,fp16")
     if bench.device.type == "cpu":  # where running out of memory ends the process
         _check_memory(bench, shape)
     for method in bench.methods:
@@ -166,8 +166,8 @@ def prefill_model(name: str, shape: ModelShape, method: str, device: torch.devic
         for index, linear_name in enumerate(linears, start=layer * len(linears)):
             module = block.get_submodule(linear_name)
             assert isinstance(module, nn.Linear)
-            rows, columns = module.weight.shape
-            packed = random_flatten_linear(flatten_spec(name, method, index, columns), (rows, columns), module.weight)
+            spec = flatten_spec(name, method, index, module.in_features)
+            packed = random_flatten_linear(spec, linear_shape(module), module.weight)
             packed.bias = module.bias
             block.set_submodule(linear_name, packed)
         for module in block.modules():
@@ -176,7 +176,7 @@ def prefill_model(name: str, shape: ModelShape, method: str, device: torch.devic
         blocks.append(block)
     model.config.num_hidden_layers = shape.layers
     fuse_chains(model)
-    split_batches(model)
+    chunk_batches(model)
     if method == INT8_ATTENTION:
         install_int8_attention(model)
     return model

@@ -66,16 +66,16 @@ def _driver() -> str:
     return versions.splitlines()[0] if versions else "unknown"
 
 
-def check_plot_path(path: Path | None) -> None:
+def check_plot_path(plot: Path | None) -> None:
     """Raise BenchError now if a plot could not be written later."""
-    if path is None:
+    if plot is None:
         return
-    if path.suffix != ".png":
-        raise BenchError(f"--plot {path}: the file must end in .png")
-    if not path.absolute().parent.is_dir():
-        raise BenchError(f"--plot {path}: the folder {path.absolute().parent} does not exist")
+    if plot.suffix != ".png":
+        raise BenchError(f"`plot` {plot}: the file must end in .png")
+    if not plot.absolute().parent.is_dir():
+        raise BenchError(f"`plot` {plot}: the folder {plot.absolute().parent} does not exist")
     if _version("matplotlib") is None:
-        raise BenchError("--plot needs matplotlib, which is not installed: pip install 'quantkit[plot]'")
+        raise BenchError("`plot` needs matplotlib, which is not installed: pip install 'quantkit[plot]'")
 
 
 def plot_linear(path: Path, results: Sequence[LinearResult], title: str, peak: float | None) -> None:
@@ -87,10 +87,10 @@ def plot_linear(path: Path, results: Sequence[LinearResult], title: str, peak: f
     FigureCanvasAgg(figure)
     latency, roofline, speed = figure.subplots(1, 3)
     figure.suptitle(title)
-    for (method, rows), group in _by_series(results).items():
-        group = sorted(group, key=lambda result: result.rows * result.columns)
-        sizes = [result.rows * result.columns for result in group]
-        label = f"{method}, {rows} rows"
+    for (method, tokens), group in _by_series(results).items():
+        group = sorted(group, key=lambda result: result.out_features * result.in_features)
+        sizes = [result.out_features * result.in_features for result in group]
+        label = f"{method}, {tokens} tokens"
         latency.loglog(sizes, [result.median_us for result in group], marker="o", label=label)
         moved = [result.bytes / 1e6 for result in group]
         roofline.semilogx(moved, [result.gigabytes_per_second for result in group], marker="o", label=label)
@@ -99,7 +99,7 @@ def plot_linear(path: Path, results: Sequence[LinearResult], title: str, peak: f
     roofline.set(xlabel="MB moved per call", ylabel="GB/s", ylim=(0, None))
     if peak is not None:
         roofline.axhline(peak / 1e9, color="black", linestyle="--", linewidth=1)
-    names = [f"{r.shape}\n{r.method}, {r.tokens} rows" for r in results]
+    names = [f"{r.shape}\n{r.method}, {r.tokens} tokens" for r in results]
     speed.barh(range(len(results)), [result.speed_up for result in results])
     speed.set_yticks(range(len(results)), names, fontsize="x-small")
     speed.axvline(1.0, color="black", linewidth=1)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quantkit.errors import BenchError
+from quantkit.models.families import family_named
+from quantkit.models.family import ModelShape, Sizes
 from quantkit.recipe import nearest
 
 _SQUARE = re.compile(r"(\d+)x(\d+)")
-_POSITIONS = 4096
 
 
 @dataclass(frozen=True)
@@ -18,30 +19,8 @@ class LinearShape:
     """One weight [N, K]; ``name`` says which layer it is."""
 
     name: str
-    rows: int
-    columns: int
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A decoder by its sizes.
-
-    family: bloom, llama or opt. head_dim times heads is the width of q. kv_heads: heads of k and v.
-    """
-
-    family: str
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    tied: bool = False
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.hidden // self.heads
+    out_features: int
+    in_features: int
 
 
 def _opt(layers: int, hidden: int, heads: int) -> ModelShape:
@@ -81,27 +60,11 @@ PAPER_SHAPES: dict[str, tuple[LinearShape, ...]] = {
 
 def model_linears(model: ModelShape) -> tuple[LinearShape, ...]:
     """The different Linears of one decoder block."""
-    hidden, ffn = model.hidden, model.ffn
-    if model.family == "bloom":
-        return (
-            LinearShape("query_key_value", 3 * hidden, hidden),
-            LinearShape("dense", hidden, hidden),
-            LinearShape("dense_h_to_4h", ffn, hidden),
-            LinearShape("dense_4h_to_h", hidden, ffn),
-        )
-    if model.family == "opt":
-        return (
-            LinearShape("q, k, v, out_proj", hidden, hidden),
-            LinearShape("fc1", ffn, hidden),
-            LinearShape("fc2", hidden, ffn),
-        )
-    keys = LinearShape("k_proj, v_proj", model.kv_heads * model.head_dim, hidden)
-    return (
-        LinearShape("q_proj, o_proj", hidden, hidden),
-        *(() if model.kv_heads == model.heads else (keys,)),
-        LinearShape("gate_proj, up_proj", ffn, hidden),
-        LinearShape("down_proj", hidden, ffn),
-    )
+    found: dict[tuple[int, int], LinearShape] = {}
+    for name, *sizes in _sizes(model).linears:
+        out_features, in_features = (getattr(model, size) for size in sizes)
+        found.setdefault((out_features, in_features), LinearShape(name, out_features, in_features))
+    return tuple(found.values())
 
 
 def parse_shapes(text: str) -> tuple[LinearShape, ...]:
@@ -113,19 +76,19 @@ def parse_shapes(text: str) -> tuple[LinearShape, ...]:
     for name in filter(None, (part.strip() for part in text.split(","))):
         square = _SQUARE.fullmatch(name)
         if square:
-            rows, columns = int(square[1]), int(square[2])
-            if not rows or not columns:
-                raise BenchError(f"--shapes {name}: rows and columns must be positive")
-            found.append(LinearShape(name, rows, columns))
+            out_features, in_features = int(square[1]), int(square[2])
+            if not out_features or not in_features:
+                raise BenchError(f"`shapes` {name}: N and K must be positive")
+            found.append(LinearShape(name, out_features, in_features))
         elif name in PAPER_SHAPES:
             found += PAPER_SHAPES[name]
         elif name in MODELS:
-            found += [LinearShape(f"{name} {s.name}", s.rows, s.columns) for s in model_linears(MODELS[name])]
+            found += [replace(shape, name=f"{name} {shape.name}") for shape in model_linears(MODELS[name])]
         else:
             known = nearest(name, [*PAPER_SHAPES, *MODELS])
-            raise BenchError(f"--shapes {name}: neither NxK nor a known name; {known}")
+            raise BenchError(f"`shapes` {name}: neither NxK nor a known name; {known}")
     if not found:
-        raise BenchError("--shapes: give at least one shape, as NxK or by name")
+        raise BenchError("`shapes`: give at least one shape, as NxK or by name")
     return tuple(found)
 
 
@@ -138,24 +101,14 @@ def model_shape(name: str) -> ModelShape:
 
 def shape_config(shape: ModelShape) -> Any:
     """transformers' config of a model of the shape with one layer."""
-    from transformers import BloomConfig, LlamaConfig, OPTConfig
+    import transformers
 
-    if shape.family == "bloom":  # four times as wide between, no limit of positions
-        return BloomConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            n_layer=1,
-            n_head=shape.heads,
-            tie_word_embeddings=shape.tied,
-        )
-    common: dict[str, Any] = {
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.heads,
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": _POSITIONS,
-        "tie_word_embeddings": shape.tied,
-    }
-    if shape.family == "opt":
-        return OPTConfig(ffn_dim=shape.ffn, word_embed_proj_dim=shape.hidden, **common)
-    return LlamaConfig(intermediate_size=shape.ffn, num_key_value_heads=shape.kv_heads, **common)
+    sizes, single = _sizes(shape), replace(shape, layers=1)
+    config = {keyword: getattr(single, size) for keyword, size in sizes.config.items()}
+    return getattr(transformers, sizes.config_class)(**config)
+
+
+def _sizes(shape: ModelShape) -> Sizes:
+    sizes = family_named(shape.family).sizes
+    assert sizes is not None
+    return sizes

@@ -31,9 +31,9 @@ def check_output(out: Path, *, overwrite: bool, source: str) -> None:
         raise CheckpointError(f"output {out}: no permission to write in {out.absolute().parent}")
     if out.is_dir() and any(out.iterdir()):
         if not overwrite:
-            raise CheckpointError(f"output {out}: the folder is not empty; pass --overwrite to replace it")
+            raise CheckpointError(f"output {out}: the folder is not empty; pass `overwrite` to replace it")
         if not (out / REPORT_FILE).is_file():
-            raise CheckpointError(f"output {out}: holds no quantkit checkpoint, so --overwrite will not delete it")
+            raise CheckpointError(f"output {out}: holds no quantkit checkpoint, so `overwrite` will not delete it")
 
 
 def save_checkpoint(model: Any, tokenizer: Any, report: Mapping[str, Any], out: Path) -> None:

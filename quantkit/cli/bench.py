@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli.common import JsonOption, check_json_path, print_facts, print_table, write_json
+from quantkit.cli.common import JsonOption, Program, check_json_path, print_facts, print_table, write_json
 from quantkit.errors import BenchError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quantkit.bench.prefill import PrefillResult
 
 app = typer.Typer(
-    help="Measure speed: one Linear, a whole model's decoding, or its context pass.", no_args_is_help=True
+    cls=Program, help="Measure speed: one Linear, a whole model's decoding, or its context pass.", no_args_is_help=True
 )
 
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]
@@ -44,9 +44,11 @@ def _integers(option: str, text: str) -> tuple[int, ...]:
 @app.command()
 def linear(
     shapes: Annotated[str, typer.Option(help="NxK or a name (opt-30b, nuqmm-table2, ...), separated by commas.")],
-    method: Annotated[str, typer.Option(help="bcq-w4-g128, nuqmm-q2-grow, ...; separated by commas.")],
+    methods: Annotated[str, typer.Option("--method", help="bcq-w4-g128, nuqmm-q2-grow, ...; separated by commas.")],
     bits: Annotated[str | None, typer.Option(help="Added to each method: bipolar with w1a2,w2a2.")] = None,
-    rows: Annotated[str, typer.Option(help="Rows of activations (tokens), separated by commas.")] = "1,8,512",
+    tokens: Annotated[
+        str, typer.Option("--tokens", "--rows", help="Tokens multiplied at once, separated by commas.")
+    ] = "1,8,512",
     device: DeviceOption = None,
     energy: Annotated[bool, typer.Option("--energy", help="Also read the GPU's energy counter.")] = False,
     json_path: JsonOption = None,
@@ -62,7 +64,8 @@ def linear(
 
     check_plot_path(plot)
     where = _device(device)
-    bench = LinearBench(parse_shapes(shapes), method_names(method, bits), _integers("--rows", rows), where, energy)
+    counts = _integers("--tokens", tokens)
+    bench = LinearBench(parse_shapes(shapes), method_names(methods, bits), counts, where, energy)
     facts = environment(where)
     results = list(run_linear(bench))
     print_facts(facts)
@@ -76,7 +79,7 @@ def linear(
 
 def _print_linear(results: list[LinearResult]) -> None:
     energy = any(result.energy for result in results)
-    columns = ("shape", "method", "rows", "ran", "us", "p10", "p90", "x float", "MB", "GB/s", "% peak", "error")
+    columns = ("shape", "method", "tokens", "ran", "us", "p10", "p90", "x float", "MB", "GB/s", "% peak", "error")
     rows = []
     for r in results:
         peak = "-" if r.peak_percent is None else f"{r.peak_percent:.0f}"
@@ -132,11 +135,14 @@ def _print_decode(results: list[DecodeResult]) -> None:
 @app.command()
 def prefill(
     model: Annotated[str, typer.Argument(help="A shape's name (opt-13b, opt-30b, ...) or a folder.")],
-    method: Annotated[
-        str, typer.Option(help="With a shape: fp16, smoothquant, flatten-o1, flatten-o3, flatten-o1-int8-attention.")
+    methods: Annotated[
+        str,
+        typer.Option(
+            "--method", help="With a shape: fp16, smoothquant, flatten-o1, flatten-o3, flatten-o1-int8-attention."
+        ),
     ] = "",
-    batch: Annotated[str, typer.Option(help="Sequences at once, separated by commas.")] = "1,8",
-    seq: Annotated[str, typer.Option(help="Tokens per sequence, separated by commas.")] = "256,2048",
+    batches: Annotated[str, typer.Option("--batch", help="Sequences at once, separated by commas.")] = "1,8",
+    lengths: Annotated[str, typer.Option("--seq", help="Tokens per sequence, separated by commas.")] = "256,2048",
     device: DeviceOption = None,
     json_path: JsonOption = None,
 ) -> None:
@@ -147,8 +153,8 @@ def prefill(
 
     where = _device(device)
     facts = environment(where)
-    methods = tuple(filter(None, method.split(",")))
-    bench = PrefillBench(model, methods, _integers("--batch", batch), _integers("--seq", seq), where)
+    sizes = _integers("--batch", batches), _integers("--seq", lengths)
+    bench = PrefillBench(model, tuple(filter(None, methods.split(","))), *sizes, where)
     results = list(run_prefill(bench))
     print_facts(facts)
     _print_prefill(results)

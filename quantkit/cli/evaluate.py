@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.common import JsonOption, check_json_path, print_facts, print_table, write_json
+from quantkit.cli.common import JsonOption, Program, check_json_path, print_facts, print_table, write_json
 
-app = typer.Typer(help="Measure the quality of a model or of a quantized checkpoint.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Program, help="Measure the quality of a model or of a quantized checkpoint.", no_args_is_help=True
+)
 
 
 @app.command()
@@ -105,9 +107,9 @@ def divergence(
 @app.command()
 def tasks(
     model: Annotated[str, typer.Argument(help="Hub id, folder (also a quantized one), or smollm2-135m.")],
-    names: Annotated[
+    tasks: Annotated[
         str,
-        typer.Option("--tasks", help="Comma-separated, such as lambada_openai,piqa,openbookqa,winogrande,hellaswag."),
+        typer.Option(help="Comma-separated, such as lambada_openai,piqa,openbookqa,winogrande,hellaswag."),
     ],
     task_path: Annotated[Path | None, typer.Option(help="Folder of your own lm-eval task YAMLs.")] = None,
     data_dir: Annotated[
@@ -123,7 +125,7 @@ def tasks(
     from quantkit.evaluation.tasks import TaskOptions, check_tasks, evaluate_tasks
     from quantkit.models.loading import load_model, resolve_model
 
-    options = TaskOptions(tuple(names.split(",")), task_path, data_dir, limit, batch_size)
+    options = TaskOptions(tuple(tasks.split(",")), task_path, data_dir, limit, batch_size)
     check_tasks(options)
     resolve_model(model)
     loaded, tokenizer = load_model(model, device=device)

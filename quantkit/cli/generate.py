@@ -21,5 +21,5 @@ def generate(
 
     loaded, tokenizer = load_model(model, device=device)
     ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
-    tokens = continue_ids(loaded.eval(), ids, new, stop=tokenizer.eos_token_id)
+    tokens = continue_ids(loaded, ids, new, stop=tokenizer.eos_token_id)
     typer.echo(tokenizer.decode(tokens, skip_special_tokens=True))

@@ -24,11 +24,11 @@ def usable_device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise DeviceError(f"--device {name}: not a device; use cpu or cuda") from error
+        raise DeviceError(f"`device` {name}: not a device; use cpu or cuda") from error
     if device.type not in ("cpu", "cuda"):
-        raise DeviceError(f"--device {name}: nothing here runs on it; use cpu or cuda")
+        raise DeviceError(f"`device` {name}: nothing here runs on it; use cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise DeviceError(f"--device {name}: no usable GPU of that name here (see quantkit doctor); use --device cpu")
+        raise DeviceError(f"`device` {name}: no usable GPU of that name here (see quantkit doctor); use `device` cpu")
     return device
 
 

@@ -35,9 +35,9 @@ def check_seq_len(seq_len: int, model: Any) -> None:
     """Raise DataError for a window longer than the model's positions, or too short to predict a token."""
     limit = max_positions(model)
     if seq_len < 2:
-        raise DataError(f"--seq-len {seq_len}: a window needs at least 2 tokens")
+        raise DataError(f"`seq_len` {seq_len}: a window needs at least 2 tokens")
     if limit is not None and seq_len > limit:
-        raise DataError(f"--seq-len {seq_len}: the model has {limit} positions; use --seq-len {limit} or less")
+        raise DataError(f"`seq_len` {seq_len}: the model has {limit} positions; use `seq_len` {limit} or less")
 
 
 def max_positions(model: Any) -> int | None:
@@ -65,7 +65,7 @@ def shuffled_windows(ids: Tensor, seq_len: int, count: int, *, seed: int, name: 
     if count > total:
         raise DataError(
             f"text {name}: {ids.numel()} tokens make {total} windows of {seq_len}, {count} were asked for; "
-            f"use --windows {total} or less, or a longer text"
+            f"use {total} windows or fewer, or a longer text"
         )
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:count]
     return ids[: total * seq_len].reshape(total, seq_len)[order]

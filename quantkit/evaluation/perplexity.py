@@ -148,11 +148,11 @@ def perplexity(
 def check_options(recipe: str, *, seq_len: int | None, max_windows: int | None) -> None:
     """Refuse impossible options before a model is loaded; raises DataError."""
     if recipe not in RECIPES:
-        raise DataError(f"--recipe {recipe}: known are {', '.join(RECIPES)}")
+        raise DataError(f"`recipe` {recipe}: known are {', '.join(RECIPES)}")
     if seq_len is not None and seq_len < 4:
-        raise DataError(f"--seq-len {seq_len}: a window needs at least 4 tokens")
+        raise DataError(f"`seq_len` {seq_len}: a window needs at least 4 tokens")
     if max_windows is not None and max_windows < 1:
-        raise DataError(f"--max-windows {max_windows}: at least 1 is needed")
+        raise DataError(f"`max_windows` {max_windows}: at least 1 is needed")
 
 
 @torch.no_grad()

@@ -60,14 +60,14 @@ def check_tasks(options: TaskOptions) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise EvaluationError("tasks are evaluated by lm_eval, which is not installed: pip install 'quantkit[eval]'")
     if not options.tasks or not all(options.tasks):
-        raise EvaluationError(f"--tasks: name at least one, comma-separated; local ones are {', '.join(local_tasks())}")
+        raise EvaluationError(f"`tasks`: name at least one; local ones are {', '.join(local_tasks())}")
     if options.limit is not None and options.limit < 1:
-        raise EvaluationError(f"--limit {options.limit}: at least 1 is needed")
+        raise EvaluationError(f"`limit` {options.limit}: at least 1 is needed")
     if options.batch_size is not None and options.batch_size < 1:
-        raise EvaluationError(f"--batch-size {options.batch_size}: at least 1 is needed")
-    for name, folder in (("--task-path", options.task_path), ("--data-dir", options.data_dir)):
+        raise EvaluationError(f"`batch_size` {options.batch_size}: at least 1 is needed")
+    for name, folder in (("task_path", options.task_path), ("data_dir", options.data_dir)):
         if folder is not None and not folder.is_dir():
-            raise EvaluationError(f"{name} {folder}: no such folder")
+            raise EvaluationError(f"`{name}` {folder}: no such folder")
     task_specs(options)
 
 
@@ -101,7 +101,7 @@ def _with_data(name: str, data_dir: Path) -> dict[str, Any]:
     for split, relative in config["dataset_kwargs"]["data_files"].items():
         path = (data_dir / relative).absolute()
         if not path.is_file():
-            raise EvaluationError(f"task {name}: --data-dir {data_dir} has no {relative}")
+            raise EvaluationError(f"task {name}: `data_dir` {data_dir} has no {relative}")
         found[split] = str(path)
     return {**config, "dataset_kwargs": {"data_files": found}}
 
@@ -125,7 +125,7 @@ def evaluate_tasks(model: Any, tokenizer: Any, options: TaskOptions) -> list[Tas
     manager = TaskManager(include_path=path, include_defaults=defaults)
     unknown = [spec for spec in specs if isinstance(spec, str) and spec not in manager.task_index]
     if unknown:
-        raise EvaluationError(f"task {unknown[0]!r}: neither lm-eval nor --task-path has it")
+        raise EvaluationError(f"task {unknown[0]!r}: neither lm-eval nor `task_path` has it")
     batch_size = options.batch_size or _BATCH_SIZES[model.device.type]
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     try:
@@ -140,7 +140,7 @@ def evaluate_tasks(model: Any, tokenizer: Any, options: TaskOptions) -> list[Tas
             )
     except (OSError, ValueError, RuntimeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        hint = "without a network, use --data-dir with local files"
+        hint = "without a network, use `data_dir` with local files"
         raise EvaluationError(f"tasks {', '.join(options.tasks)}: {reason}; {hint}") from error
     return _scores(answer)
 

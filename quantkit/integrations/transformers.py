@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.pytorch_utils import Conv1D
 
 # The package's own names are not bound yet while quantkit's import hook runs inside it: import from the modules.
 from transformers.quantizers.auto import (
@@ -22,8 +21,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, config_from_json
 from quantkit.checkpoint.read import check_tensors, read_checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.models.families import LINEAR_TYPES, linear_shape
 from quantkit.nn.quantized_linear import QuantizedLinear
-from quantkit.runtime.batch_chunks import split_batches
+from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.fused_ffn import fuse_chains
 
 
@@ -70,9 +70,9 @@ class QuantkitQuantizer(HfQuantizer):
         """
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
-                module.settle()
+                module.prepare_for_device()
         fuse_chains(model)
-        split_batches(model)
+        chunk_batches(model)
         attention = config_from_json(self.quantization_config.to_dict()).attention
         if attention:
             # Needs all of transformers, which is only half imported where its quantizers import this module.
@@ -101,13 +101,15 @@ def install_skeleton(model: nn.Module, config: CheckpointConfig) -> None:
             module = model.get_submodule(own)
         except AttributeError as error:
             raise CheckpointError(f"quantization_config names the layer {name!r}, which this model lacks") from error
-        if not isinstance(module, (nn.Linear, Conv1D)):
+        if not isinstance(module, LINEAR_TYPES):
             raise CheckpointError(f"quantization_config names {name!r}, which is a {type(module).__name__}, no Linear")
-        columns, rows = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
-        if (rows, columns) != layer.shape:
-            raise CheckpointError(f"{name}: config.json builds it as {(rows, columns)}, stored is {layer.shape}")
+        out_features, in_features = built = linear_shape(module)
+        if built != layer.shape:
+            raise CheckpointError(f"{name}: config.json builds it as {built}, stored is {layer.shape}")
         has_bias = module.bias is not None
-        replacement = QuantizedLinear(layer.spec, columns, rows, has_bias, module.weight.dtype, device="meta")
+        replacement = QuantizedLinear(
+            layer.spec, in_features, out_features, has_bias, module.weight.dtype, device="meta"
+        )
         model.set_submodule(own, replacement)
 
 

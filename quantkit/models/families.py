@@ -1,22 +1,20 @@
-"""Model families as table rows, with a structural fallback: where the decoder blocks and their Linears are."""
+"""Model families as table rows, with a structural fallback: everything that is known of an architecture.
+
+A row says where the decoder blocks and their Linears are, what feeds what, what a block computes, how positions are
+given and how sizes make a model. The types of a row are in models/family.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from quantkit.errors import ModelError
-
-LINEAR_TYPES = (nn.Linear, Conv1D)
-_TRANSFORMERS = "transformers.models."
-
-
-def _always(_config: Any) -> bool:
-    return True
+from quantkit.models.family import Attention, Chain, Family, Feed, NormKind, ResidualBlock, Sizes
+from quantkit.models.structure import LINEAR_TYPES, block_stacks, refuse_experts, submodule
 
 
 def _every_head_has_its_key(config: Any) -> bool:
@@ -31,6 +29,10 @@ def _activation_is_relu(config: Any) -> bool:
     return config.activation_function == "relu"
 
 
+def _attends_to_itself_as_usual(config: Any) -> bool:
+    return not (config.add_cross_attention or config.reorder_and_upcast_attn)
+
+
 def _residual_skips_the_norm(config: Any) -> bool:
     return not config.apply_residual_connection_post_layernorm
 
@@ -39,100 +41,75 @@ def _multiplies_in_one_piece(config: Any) -> bool:
     return not (config.pretraining_tp > 1 and config.slow_but_exact)
 
 
-@dataclass(frozen=True)
-class Feed:
-    """A module whose output is the whole input of some Linears, up to something that commutes with a positive scale.
-
-    Dividing output channel j of ``source`` (weight and bias) by s_j > 0 and multiplying input column j of every
-    target by s_j leaves the model's function unchanged: what smoothing folds into.
-
-    source, targets: module names inside a decoder block.
-    exact: model config -> whether the statement above holds for this model.
-    """
-
-    source: str
-    targets: tuple[str, ...]
-    exact: Callable[[Any], bool] = _always
+def _is_layer_norm(module: nn.Module) -> bool:
+    return type(module) is nn.LayerNorm  # subclasses, such as Nemotron's, compute something else
 
 
-@dataclass(frozen=True)
-class Chain:
-    """Two Linears with nothing but an elementwise function between them, called in this order by one module.
-
-    source, activation, target: module names inside a decoder block, children of the same module.
-    exact: model config -> whether the statement above holds for this model.
-    """
-
-    source: str
-    activation: str
-    target: str
-    exact: Callable[[Any], bool] = _always
+def _is_rms_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
-@dataclass(frozen=True)
-class ResidualBlock:
-    """A decoder block that is h += attention(norm(h)), then h += target(between(norm(h))), and returns h.
+NORMS: tuple[NormKind, ...] = (
+    NormKind(_is_layer_norm, "eps", centered=True),
+    NormKind(_is_rms_norm, "variance_epsilon", centered=False),
+)
 
-    between: activation(source(x)), or activation(gate(x)) * source(x) where there is a gate.
-    classes: of transformers, that do nothing else outside training and hand their keywords to the attention, which
-    returns (y, ...). norms, attention, gate, source, activation, target: module names inside the block.
-    output: the Linear that makes y. scales_query: the attention multiplies its query by its attribute ``scaling``.
-    rotation: the function (q, k, cosine, sine) of the classes' Python module by which the attention turns query and key
-    [B, H, M, D] for their positions, value i with value i + D / 2.
-    exact: model config -> whether the statement above holds for this model.
-    """
-
-    classes: tuple[str, ...]
-    norms: tuple[str, str]
-    attention: str
-    output: str
-    source: str
-    activation: str
-    target: str
-    gate: str | None = None
-    scales_query: bool = False
-    rotation: str | None = None
-    exact: Callable[[Any], bool] = _always
-
-    def describes(self, block: nn.Module) -> bool:
-        """Whether the block is of one of the classes, and not of a stranger's by that name."""
-        return type(block).__name__ in self.classes and type(block).__module__.startswith(_TRANSFORMERS)
-
-
-@dataclass(frozen=True)
-class Family:
-    """One architecture: ``model_type`` values of its configs, where its blocks are, what feeds its Linears."""
-
-    name: str
-    model_types: tuple[str, ...]
-    blocks: str
-    feeds: tuple[Feed, ...] = ()
-    chains: tuple[Chain, ...] = ()
-    block: ResidualBlock | None = None
-
+_LLAMA_BLOCK = ResidualBlock(
+    classes=("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"),
+    norms=("input_layernorm", "post_attention_layernorm"),
+    attention=Attention(
+        module="self_attn",
+        inputs=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        output="self_attn.o_proj",
+        rotary=True,
+    ),
+    gate="mlp.gate_proj",
+    source="mlp.up_proj",
+    activation="mlp.act_fn",
+    target="mlp.down_proj",
+)
+_LLAMA = Family(
+    name="llama",
+    model_types=("llama", "mistral", "qwen2"),
+    blocks="model.layers",
+    feeds=(
+        Feed("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        Feed("self_attn.v_proj", ("self_attn.o_proj",), exact=_every_head_has_its_key),
+        Feed("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+        Feed("mlp.up_proj", ("mlp.down_proj",)),
+    ),
+    block=_LLAMA_BLOCK,
+    last_norm="model.norm",
+    sizes=Sizes(
+        config_class="LlamaConfig",
+        config={
+            "hidden_size": "hidden",
+            "intermediate_size": "ffn",
+            "num_hidden_layers": "layers",
+            "num_attention_heads": "heads",
+            "num_key_value_heads": "kv_heads",
+            "vocab_size": "vocabulary",
+            "max_position_embeddings": "positions",
+            "tie_word_embeddings": "tied",
+        },
+        linears=(
+            ("q_proj, o_proj", "hidden", "hidden"),
+            ("k_proj, v_proj", "kv_hidden", "hidden"),
+            ("gate_proj, up_proj", "ffn", "hidden"),
+            ("down_proj", "hidden", "ffn"),
+        ),
+    ),
+)
+_QWEN3_ATTENTION = replace(_LLAMA_BLOCK.attention, head_norms=("self_attn.q_norm", "self_attn.k_norm"))
 
 FAMILIES: tuple[Family, ...] = (
-    Family(
-        name="llama",
-        model_types=("llama", "mistral", "qwen2", "qwen3"),
-        blocks="model.layers",
-        feeds=(
-            Feed("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-            Feed("self_attn.v_proj", ("self_attn.o_proj",), exact=_every_head_has_its_key),
-            Feed("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
-            Feed("mlp.up_proj", ("mlp.down_proj",)),
-        ),
-        block=ResidualBlock(
-            classes=("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"),
-            norms=("input_layernorm", "post_attention_layernorm"),
-            attention="self_attn",
-            output="self_attn.o_proj",
-            gate="mlp.gate_proj",
-            source="mlp.up_proj",
-            activation="mlp.act_fn",
-            target="mlp.down_proj",
-            rotation="apply_rotary_pos_emb",
-        ),
+    _LLAMA,
+    replace(
+        _LLAMA,
+        name="qwen3",
+        model_types=("qwen3",),
+        block=replace(_LLAMA_BLOCK, classes=("Qwen3DecoderLayer",), attention=_QWEN3_ATTENTION),
+        sizes=None,
     ),
     Family(
         name="opt",
@@ -152,13 +129,35 @@ FAMILIES: tuple[Family, ...] = (
         block=ResidualBlock(
             classes=("OPTDecoderLayer",),
             norms=("self_attn_layer_norm", "final_layer_norm"),
-            attention="self_attn",
-            output="self_attn.out_proj",
+            attention=Attention(
+                module="self_attn",
+                inputs=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                output="self_attn.out_proj",
+                scales_query=True,
+            ),
             source="fc1",
             activation="activation_fn",
             target="fc2",
-            scales_query=True,
             exact=_norm_comes_first,
+        ),
+        last_norm="model.decoder.final_layer_norm",
+        sizes=Sizes(
+            config_class="OPTConfig",
+            config={
+                "hidden_size": "hidden",
+                "word_embed_proj_dim": "hidden",
+                "ffn_dim": "ffn",
+                "num_hidden_layers": "layers",
+                "num_attention_heads": "heads",
+                "vocab_size": "vocabulary",
+                "max_position_embeddings": "positions",
+                "tie_word_embeddings": "tied",
+            },
+            linears=(
+                ("q, k, v, out_proj", "hidden", "hidden"),
+                ("fc1", "ffn", "hidden"),
+                ("fc2", "hidden", "ffn"),
+            ),
         ),
     ),
     Family(
@@ -170,6 +169,24 @@ FAMILIES: tuple[Family, ...] = (
             Feed("post_attention_layernorm", ("mlp.dense_h_to_4h",), exact=_residual_skips_the_norm),
         ),
         chains=(Chain("mlp.dense_h_to_4h", "mlp.gelu_impl", "mlp.dense_4h_to_h", exact=_multiplies_in_one_piece),),
+        last_norm="transformer.ln_f",
+        alibi=True,
+        sizes=Sizes(
+            config_class="BloomConfig",  # four times as wide between, no limit of positions
+            config={
+                "hidden_size": "hidden",
+                "n_layer": "layers",
+                "n_head": "heads",
+                "vocab_size": "vocabulary",
+                "tie_word_embeddings": "tied",
+            },
+            linears=(
+                ("query_key_value", "qkv_hidden", "hidden"),
+                ("dense", "hidden", "hidden"),
+                ("dense_h_to_4h", "ffn", "hidden"),
+                ("dense_4h_to_h", "hidden", "ffn"),
+            ),
+        ),
     ),
     Family(
         name="gpt2",
@@ -177,6 +194,16 @@ FAMILIES: tuple[Family, ...] = (
         blocks="transformer.h",
         feeds=(Feed("ln_1", ("attn.c_attn",)), Feed("ln_2", ("mlp.c_fc",))),
         chains=(Chain("mlp.c_fc", "mlp.act", "mlp.c_proj"),),
+        block=ResidualBlock(
+            classes=("GPT2Block",),
+            norms=("ln_1", "ln_2"),
+            attention=Attention(module="attn", inputs=("attn.c_attn",), output="attn.c_proj"),
+            source="mlp.c_fc",
+            activation="mlp.act",
+            target="mlp.c_proj",
+            exact=_attends_to_itself_as_usual,
+        ),
+        last_norm="transformer.ln_f",
     ),
     Family(
         name="gpt_neox",
@@ -193,22 +220,38 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
+def norm_kind(module: nn.Module) -> NormKind | None:
+    """The row of NORMS that the module is of, or None."""
+    return next((kind for kind in NORMS if kind.describes(module)), None)
+
+
+def known_family(model: nn.Module) -> Family | None:
+    """The row of FAMILIES for this model's type, or None."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    return next((family for family in FAMILIES if model_type in family.model_types), None)
+
+
+def family_named(name: str) -> Family:
+    """The row of FAMILIES of that name, which is in the table."""
+    return next(family for family in FAMILIES if family.name == name)
+
+
 def family_of(model: nn.Module) -> Family:
     """The row of FAMILIES for this model, or one found by structure (without feeds).
 
     Structure: the longest ModuleList of same-class blocks that hold Linears.
     Raises ModelError listing what is supported where there is none.
     """
+    known = known_family(model)
+    if known is not None and submodule(model, known.blocks) is not None:
+        return known
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    for family in FAMILIES:
-        if model_type in family.model_types and _module(model, family.blocks) is not None:
-            return family
-    found = [(len(stack), name) for name, stack in _block_stacks(model)]
+    found = [(len(stack), name) for name, stack in block_stacks(model)]
     if not found:
-        known = ", ".join(name for family in FAMILIES for name in family.model_types)
+        types = ", ".join(name for family in FAMILIES for name in family.model_types)
         raise ModelError(
             f"{type(model).__name__} (model type {model_type}): no stack of decoder blocks with Linears found; "
-            f"supported: {known}, and models built as one ModuleList of equal blocks"
+            f"supported: {types}, and models built as one ModuleList of equal blocks"
         )
     # max() keeps the first of equally long stacks: the outermost, as named_modules() walks from the root.
     return Family(name=str(model_type), model_types=(), blocks=max(found, key=lambda item: item[0])[1])
@@ -220,7 +263,7 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     Raises ModelError as family_of does.
     """
     path = family_of(model).blocks
-    stack = _module(model, path)
+    stack = submodule(model, path)
     assert isinstance(stack, nn.ModuleList)
     return [(f"{path}.{index}", block) for index, block in enumerate(stack)]
 
@@ -237,7 +280,7 @@ def block_linears(model: nn.Module) -> dict[str, nn.Module]:
             if isinstance(module, LINEAR_TYPES):
                 linears[name] = module
             elif not hasattr(module, "in_features"):
-                _refuse_experts(name, module)
+                refuse_experts(name, module)
     return linears
 
 
@@ -253,14 +296,13 @@ def chains_of(model: nn.Module) -> list[tuple[nn.Module, Chain]]:
     Empty for an architecture without a row in FAMILIES: that a module calls its Linears so cannot be told by structure.
     """
     config, prefix = getattr(model, "config", None), getattr(model, "base_model_prefix", "")
-    rows = (family for family in FAMILIES if getattr(config, "model_type", None) in family.model_types)
-    found = []
-    for family in rows:
-        # AutoModel has no "model." in front of its blocks.
-        stacks = (_module(model, path) for path in (family.blocks, family.blocks.removeprefix(f"{prefix}.")))
-        stack = next((stack for stack in stacks if isinstance(stack, nn.ModuleList)), ())
-        found += [(block, chain) for block in stack for chain in family.chains if chain.exact(config)]
-    return found
+    family = known_family(model)
+    if family is None:
+        return []
+    # AutoModel has no "model." in front of its blocks.
+    stacks = (submodule(model, path) for path in (family.blocks, family.blocks.removeprefix(f"{prefix}.")))
+    stack = next((stack for stack in stacks if isinstance(stack, nn.ModuleList)), ())
+    return [(block, chain) for block in stack for chain in family.chains if chain.exact(config)]
 
 
 def model_body(model: nn.Module) -> nn.Module:
@@ -285,32 +327,5 @@ def linear_bias(module: nn.Module) -> Tensor | None:
 
 def linear_shape(module: nn.Module) -> tuple[int, int]:
     """(N, K) of a Linear or Conv1D."""
-    rows, columns = linear_weight(module).shape
-    return rows, columns
-
-
-def _module(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-def _block_stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """ModuleLists whose elements are of one class, composite, and hold Linears."""
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len({type(block) for block in module}) != 1:
-            continue
-        if isinstance(module[0], LINEAR_TYPES):
-            continue
-        if any(isinstance(child, LINEAR_TYPES) for child in module[0].modules()):
-            yield name, module
-
-
-def _refuse_experts(name: str, module: nn.Module) -> None:
-    for parameter_name, parameter in module.named_parameters(recurse=False):
-        if parameter.ndim >= 3:
-            raise ModelError(
-                f"{name}.{parameter_name}: {parameter.ndim}-D weight {tuple(parameter.shape)} (fused experts or a "
-                "convolution) is not supported; only models whose blocks are built of Linears can be quantized"
-            )
+    out_features, in_features = linear_weight(module).shape
+    return out_features, in_features

@@ -91,12 +91,12 @@ def first_device() -> str:
 def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> tuple[Any, Any]:
     """(model in eval mode on the device, tokenizer) of a folder, a hub id, the demo name or a quantkit checkpoint.
 
+    ``import quantkit`` has told transformers how to read such checkpoints.
     dtype: None keeps the checkpoint's on a GPU and is fp32 on a CPU, where half precision is slow and inexact.
     Raises ModelError naming the cause: folder, hub, config, tokenizer, missing or damaged weights; DeviceError for a
     device that is not there.
     """
     source = resolve_model(model)
-    quantized = source.offline is None and read_config(source.location).get("quantization_config")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -104,10 +104,6 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
 
     device = usable_device(device)
     _silence_loading_bars()
-    if isinstance(quantized, dict) and quantized.get("quant_method") == "quantkit":
-        from quantkit.integrations.transformers import register
-
-        register()
     local_only = source.offline is not None
     with _one_line(f"tokenizer of {model}"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, local_files_only=local_only)

@@ -98,7 +98,7 @@ class QuantizedLinear(nn.Module):
             self._replace(self._restored())
             self.prepared = False
 
-    def settle(self) -> None:
+    def prepare_for_device(self) -> None:
         """Prepared on a GPU, canonical on any other device."""
         if self._device.type == "cuda":
             self.prepare()
@@ -160,7 +160,7 @@ class QuantizedLinear(nn.Module):
         super()._apply(move, recurse)
         if self.bias is not None:
             self.compute_dtype = self.bias.dtype
-        self.settle()
+        self.prepare_for_device()
         return self
 
     def extra_repr(self) -> str:

@@ -18,18 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import RecipeError
-from quantkit.models.families import decoder_blocks, family_of, linear_weight
+from quantkit.models.families import decoder_blocks, family_of, linear_weight, norm_kind
+from quantkit.models.family import ResidualBlock
+from quantkit.models.structure import submodule
 from quantkit.quantizers.base import Transformed
 from quantkit.stats import LayerStats, magnitude_histogram
 
 ROTATION_SEED = 0
-_FAMILY = "llama"
-# Per norm of a block, the Linears that read it; and the Linears that write to the residual stream.
-_READERS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
-_WRITERS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def rotation_matrix(size: int, seed: int = ROTATION_SEED) -> Tensor:
@@ -59,17 +54,13 @@ def fold_rotation(model: nn.Module, plans: Mapping[str, Any], calibration: Any) 
     """
     if not any(plan.settings.rotate for plan in plans.values()):
         return Transformed({})
-    if family_of(model).name != _FAMILY:
-        raise RecipeError(
-            f"rotate: true is for models of the Llama family (RMS norms, one residual stream); this is "
-            f"{type(model).__name__}; set rotate=false"
-        )
+    row, last_norm = _residual_stream(model)
     rotation = rotation_matrix(model.config.hidden_size).to(next(model.parameters()).device)  # type: ignore[union-attr, arg-type]
     head, embedding = _untied_head(model), model.get_input_embeddings()  # type: ignore[operator]
     _set(embedding.weight, embedding.weight.double() @ rotation)
     stats: dict[str, LayerStats] = {}
     for prefix, block in decoder_blocks(model):
-        for norm_name, readers in _READERS.items():
+        for norm_name, readers in _readers(row).items():
             gain = block.get_submodule(norm_name).weight
             assert isinstance(gain, Tensor)
             for name in readers:
@@ -78,12 +69,35 @@ def fold_rotation(model: nn.Module, plans: Mapping[str, Any], calibration: Any) 
                 rotated = _rotated_stats(calibration.layers[f"{prefix}.{readers[0]}"], gain, rotation)
                 stats |= {f"{prefix}.{name}": rotated for name in readers}
             gain.fill_(1.0)
-        for name in _WRITERS:
+        for name in (row.attention.output, row.target):
             _rotate_output(block.get_submodule(name), rotation)
-    last_norm = model.base_model.norm
-    _unrotate_input(head, last_norm.weight, rotation)  # type: ignore[arg-type, union-attr]
-    last_norm.weight.fill_(1.0)  # type: ignore[operator, union-attr]
+    _unrotate_input(head, last_norm, rotation)
+    last_norm.fill_(1.0)
     return Transformed({"rotated": model.config.hidden_size, "seed": ROTATION_SEED}, stats=stats)  # type: ignore[union-attr]
+
+
+def _residual_stream(model: nn.Module) -> tuple[ResidualBlock, Tensor]:
+    """What the decoder blocks compute, and the weight of the norm behind them.
+
+    Raises RecipeError for a model with other norms than RMS norms.
+    """
+    family = family_of(model)
+    last_norm = None if family.last_norm is None else submodule(model, family.last_norm)
+    kind = None if last_norm is None else norm_kind(last_norm)
+    if family.block is not None and last_norm is not None and kind is not None and not kind.centered:
+        return family.block, last_norm.get_parameter("weight")
+    raise RecipeError(
+        f"rotate: true is for models of the Llama family (RMS norms, one residual stream); this is "
+        f"{type(model).__name__}; set rotate=false"
+    )
+
+
+def _readers(row: ResidualBlock) -> dict[str, tuple[str, ...]]:
+    """Per norm of a block, the Linears that read it."""
+    return {
+        row.norms[0]: row.attention.inputs,
+        row.norms[1]: (row.source,) if row.gate is None else (row.gate, row.source),
+    }
 
 
 def _untied_head(model: nn.Module) -> nn.Module:

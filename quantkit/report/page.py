@@ -42,11 +42,11 @@ def write_report(source: Path, out: Path | None, plot: Path | None) -> list[Path
 
     Raises EvaluationError, before anything is written, for unfit paths, nothing to show, or missing matplotlib.
     """
-    for option, path, suffix in (("--out", out, ".html"), ("--plot", plot, ".png")):
+    for name, path, suffix in (("out", out, ".html"), ("plot", plot, ".png")):
         if path is not None and path.suffix != suffix:
-            raise EvaluationError(f"{option} {path}: give the file the suffix {suffix}")
+            raise EvaluationError(f"`{name}` {path}: give the file the suffix {suffix}")
         if path is not None and not path.absolute().parent.is_dir():
-            raise EvaluationError(f"{option} {path}: the folder {path.absolute().parent} does not exist")
+            raise EvaluationError(f"`{name}` {path}: the folder {path.absolute().parent} does not exist")
     check_matplotlib()
     sources = find_sources(source)
     written = []
@@ -56,7 +56,7 @@ def write_report(source: Path, out: Path | None, plot: Path | None) -> list[Path
     if plot is not None:
         figures = all_figures(sources)
         if not figures:
-            raise EvaluationError(f"--plot {plot}: {source} holds nothing that makes a figure")
+            raise EvaluationError(f"`plot` {plot}: {source} holds nothing that makes a figure")
         plot.write_bytes(png(figures))
         written.append(plot)
     return written

@@ -1,8 +1,8 @@
-"""Decoder blocks of ``flatten`` Linears that take a large batch in parts.
+"""Decoder blocks of ``flatten`` Linears that take a large batch in chunks.
 
 The sequences of a batch do not meet inside a block, so what a block makes on its way (the normed input, q, k, v, the
 attention's result, codes) is in memory for a few sequences at a time; its input and its result are whole. The model's
-own code runs, once per part.
+own code runs, once per chunk.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from torch import Tensor, compiler, nn
 
 from quantkit.models.families import FAMILIES
 from quantkit.nn.quantized_linear import QuantizedLinear, is_flatten
+from quantkit.runtime.twin import holds_watched
 
-PART_TOKENS = 8192  # 4096 save little more and take 3 % longer (docs/kernel-notes.md, flatten)
+CHUNK_TOKENS = 8192  # 4096 save little more and take 3 % longer (docs/kernel-notes.md, flatten)
 _KEPT_WHOLE = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, eq=False)
-class PartedBlock:
-    """A block whose forward runs once for every part of the batch."""
+class ChunkedBlock:
+    """A block whose forward runs once for every chunk of the batch."""
 
     block: nn.Module
 
@@ -29,20 +30,20 @@ class PartedBlock:
         """The block's result for hidden_states [B, M, K].
 
         Whole where the batch is small, keys and values are cached, an argument is of an unknown kind, or something
-        watches the modules inside, which would see parts.
+        watches the modules inside, which would see chunks.
         """
         batch, length = hidden_states.shape[:2] if hidden_states.ndim == 3 else (1, len(hidden_states))
-        sequences, rest = max(1, PART_TOKENS // max(length, 1)), (arguments, options)
+        sequences, rest = max(1, CHUNK_TOKENS // max(length, 1)), (arguments, options)
         whole = batch <= sequences or compiler.is_compiling() or not _can_split(rest, batch)
-        if whole or any(map(is_watched, list(self.block.modules())[1:])):
+        if whole or holds_watched(self.block):
             return self._own(hidden_states, rest)
         result: Tensor | None = None
         for first in range(0, batch, sequences):
-            rows = slice(first, first + sequences)
-            y = self._own(hidden_states[rows], _part(rest, rows, batch))
+            some = slice(first, first + sequences)
+            y = self._own(hidden_states[some], _chunk(rest, some, batch))
             if result is None:
                 result = y.new_empty(batch, *y.shape[1:])
-            result[rows] = y
+            result[some] = y
             del y
         assert result is not None
         return result
@@ -52,25 +53,20 @@ class PartedBlock:
         return y
 
 
-def is_watched(module: nn.Module) -> bool:
-    """Whether hooks, or a forward that stands in for the class's (accelerate), expect what its own code gives it."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
-
-
-def split_batches(model: nn.Module) -> None:
-    """Let the decoder blocks of ``flatten`` Linears take large batches in parts; once more changes nothing.
+def chunk_batches(model: nn.Module) -> None:
+    """Let the decoder blocks of ``flatten`` Linears take large batches in chunks; once more changes nothing.
 
     Only blocks of classes that the family table describes in full: of others it is not known what their arguments are.
     """
-    rows = [family.block for family in FAMILIES if family.block is not None]
+    described = [family.block for family in FAMILIES if family.block is not None]
     for block in model.modules():
-        known = any(row.describes(block) for row in rows)
+        known = any(row.describes(block) for row in described)
         if known and "forward" not in vars(block) and _holds_flatten(block):
-            block.forward = PartedBlock(block).forward
+            block.forward = ChunkedBlock(block).forward
 
 
 def _holds_flatten(block: nn.Module) -> bool:
-    """Whether its packed Linears are all ``flatten``; others do work that does not grow with the rows once per part."""
+    """Whether its packed Linears are all ``flatten``; others do work that does not grow with M once per chunk."""
     packed = [module for module in block.modules() if isinstance(module, QuantizedLinear)]
     return bool(packed) and all(map(is_flatten, packed))
 
@@ -85,10 +81,10 @@ def _can_split(value: Any, batch: int) -> bool:
     return isinstance(value, _KEPT_WHOLE)
 
 
-def _part(value: Any, rows: slice, batch: int) -> Any:
+def _chunk(value: Any, some: slice, batch: int) -> Any:
     """``value`` with every tensor [B, ...] cut; masks, positions and rotary embeddings come with B = 1, too."""
     if isinstance(value, dict):
-        return {name: _part(item, rows, batch) for name, item in value.items()}
+        return {name: _chunk(item, some, batch) for name, item in value.items()}
     if isinstance(value, tuple | list):
-        return tuple(_part(item, rows, batch) for item in value)
-    return value[rows] if isinstance(value, Tensor) and value.ndim >= 2 and len(value) == batch else value
+        return tuple(_chunk(item, some, batch) for item in value)
+    return value[some] if isinstance(value, Tensor) and value.ndim >= 2 and len(value) == batch else value

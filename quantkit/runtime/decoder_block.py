@@ -1,144 +1,206 @@
-"""Decoder blocks with fewer kernels between their products, while single tokens are decoded.
+"""Decoder blocks of single tokens, with fewer kernels than transformers' own code.
 
-A block that the family table describes in full (ResidualBlock) runs here instead of in transformers: the same modules
-in the same order, but activations and residual additions are left to the products before them where those have a kernel
-for it, and one of the two additions to the norm behind it elsewhere. Sums and functions round where they did before.
+A block that the family table describes in full (ResidualBlock) computes here what its class computes, every sum and
+function rounded where it was before, in one kernel each:
+
+  norm -> q, k, v -> attention with rotary and cache update -> output + residual
+  norm -> gate, source -> activation -> target + residual
+
+The additions are left to the products before them where those have a kernel with an epilogue, as is an activation
+without a gate; elsewhere the first addition is left to the norm behind it. What has no kernel runs by torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from quantkit.errors import BenchError
-from quantkit.models.families import ResidualBlock, decoder_blocks, family_of
+from quantkit.models.families import decoder_blocks, family_of
+from quantkit.models.family import Attention, ResidualBlock
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import LINEARS
 from quantkit.ops.activations import activation_name
-from quantkit.ops.decode.layout import can_gate
-from quantkit.ops.decode.op import gated
+from quantkit.ops.decode.launch import Token
+from quantkit.ops.decode.layout import can_attend, can_gate, can_rotate
+from quantkit.ops.decode.op import attention, gated
 from quantkit.ops.epilogue import Epilogue
+from quantkit.runtime.merged_linears import MergedLinears, merge_linears
 from quantkit.runtime.norms import FastNorm, fast_norm
+from quantkit.runtime.twin import holds_watched
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosine and sine of a token's angles, [1, 1, D] each."""
 
 
-@dataclass(frozen=True)
-class QueryScale:
-    """Stands for an attention's ``scaling``: the query is left as it is, and the attention kernel multiplies it."""
+@dataclass(frozen=True, eq=False)
+class TokenAttention:
+    """One token's attention up to the Linear behind it, floating-point whatever the model's attention function is.
 
-    value: float
-
-    def __rmul__(self, query: Tensor) -> Tensor:
-        return query
-
-
-@dataclass(eq=False)
-class FastOutput:
-    """The forward of the Linear that ends an attention; adds ``residual`` to the next product, if it can and is set."""
+    module: transformers' attention. scale: of q k^T. query_scale: of q before that, or None.
+    """
 
     module: Any
-    residual: Tensor | None = None
+    products: MergedLinears
+    head_norms: tuple[FastNorm, ...]
+    scale: float
+    query_scale: float | None
 
-    @property
-    def adds(self) -> bool:
-        """Whether the product has a kernel that adds."""
-        return _finishes(self.module)
+    def __call__(self, x: Tensor, cache: Any, mask: Tensor, rotary: Rotary | None) -> Tensor:
+        """y [1, 1, H D] for x [1, 1, K]; key and value go into the cache, a StaticCache, at its next position.
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """residual + the product of x [..., K], or the product."""
-        residual, self.residual = self.residual, None
-        y: Tensor = self.module.multiply(x) if residual is None else _finished(self.module, x, residual=residual)
-        return y
+        mask: [1, 1, 1, capacity] bool. The cache's count stays: one addition behind all blocks serves them all.
+        """
+        layer = cache.layers[self.module.layer_idx]
+        keys, values, position = layer.keys, layer.values, layer.cumulative_length.view(1)
+        q, k, v = self._heads(x, keys)
+        by_kernel, query_scale = can_attend(q, keys), self.query_scale
+        if not by_kernel or not (rotary is None or can_rotate(q, rotary)):
+            if query_scale is not None:
+                q, query_scale = q * query_scale, None
+            if rotary is not None:
+                q, k, rotary = _rotated(q, rotary), _rotated(k, rotary), None
+        if by_kernel:
+            token = Token(k, v, position, rotary)
+            y = attention(q, token, (keys, values), mask, self.scale, 1.0 if query_scale is None else query_scale)
+        else:
+            keys.index_copy_(2, position, k)
+            values.index_copy_(2, position, v)
+            y = sdpa_attention_forward(self.module, q, keys, values, mask, scaling=self.scale)[0]
+        return y.view(1, 1, -1)
+
+    def _heads(self, x: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v [1, heads, 1, D] of x, normed; keys: [1, heads of k and v, capacity, D]."""
+        products, width = self.products(x), keys.shape[1] * keys.shape[-1]
+        if len(products) == 1:
+            products = products[0].split((products[0].shape[-1] - 2 * width, width, width), dim=-1)
+        q, k, v = (y.view(1, 1, -1, keys.shape[-1]) for y in products)
+        if self.head_norms:
+            q, k = self.head_norms[0](q), self.head_norms[1](k)
+        return tuple(y.transpose(1, 2) for y in (q, k, v))
 
 
-@dataclass(eq=False)
-class FastBlock:
-    """One decoder block as its row describes it. activation: of ACTIVATIONS, or None."""
+def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
+    """x [1, H, 1, D] rotated, value i with value i + D / 2, in the steps in which transformers does it."""
+    cosine, sine = (part.unsqueeze(1) for part in rotary)
+    first, second = x.chunk(2, dim=-1)
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBlock:
+    """A decoder block of one token. inputs: gate and source, or source. activation: of ACTIVATIONS, or None."""
 
     block: nn.Module
     row: ResidualBlock
-    norms: tuple[FastNorm, FastNorm]
-    output: FastOutput
+    norms: tuple[FastNorm, ...]
+    attention: TokenAttention
+    inputs: MergedLinears
     activation: str | None
 
-    def forwards(self) -> list[tuple[nn.Module, Callable[..., Any]]]:
-        """Modules with what may run in the place of their own forward, all of them together."""
-        pairs: list[tuple[nn.Module, Callable[..., Any]]] = [(self.block, self.forward)]
-        return [*pairs, (self.output.module, self.output)] if self.output.adds else pairs
+    def forward(
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any,
+        attention_mask: Tensor,
+        *_: Any,
+        position_embeddings: Rotary | None = None,
+        **__: Any,
+    ) -> Tensor:
+        """The block's result for hidden_states [1, 1, K]; the rest as TokenAttention takes it.
 
-    @property
-    def attention(self) -> nn.Module:
-        """The block's attention."""
-        return self.block.get_submodule(self.row.attention)
-
-    def forward(self, hidden_states: Tensor, **options: Any) -> Tensor:
-        """The block's result for hidden_states [1, M, K].
-
-        Raises BenchError where the attention does not end with the Linear that the row names.
+        What else transformers hands its blocks (positions, whether to cache) says nothing more of a single token. GPT-2
+        hands the cache and the mask by their places, the others by name.
         """
-        if self.output.adds:
-            self.output.residual = hidden_states
-        normal = self.block.get_submodule(self.row.norms[0])(hidden_states)
-        y = self.attention(hidden_states=normal, **options)[0]
-        if self.output.residual is not None:
-            self.output.residual = None
-            raise BenchError(f"{type(self.block).__name__}: its attention did not call {self.row.output}")
-        if self.output.adds:
-            hidden_states, normal = y, self.norms[1](y)
+        rotary = position_embeddings if self.row.attention.rotary else None
+        y = self.attention(self.norms[0](hidden_states), past_key_values, attention_mask, rotary)
+        output, target = map(self.block.get_submodule, (self.row.attention.output, self.row.target))
+        if _takes_epilogue(output):
+            hidden_states = _with_epilogue(output, y, residual=hidden_states)
+            normal = self.norms[1](hidden_states)
         else:
-            hidden_states, normal = self.norms[1].after_adding(hidden_states, y)
-        target = self.block.get_submodule(self.row.target)
+            hidden_states, normal = self.norms[1].after_adding(hidden_states, output(y))
         between = self._between(normal)
-        if _finishes(target):
-            return _finished(target, between, residual=hidden_states)
+        if _takes_epilogue(target):
+            return _with_epilogue(target, between, residual=hidden_states)
         result: Tensor = hidden_states + target(between)
         return result
 
     def _between(self, x: Tensor) -> Tensor:
-        source, activation = map(self.block.get_submodule, (self.row.source, self.row.activation))
+        function, source = self.block.get_submodule(self.row.activation), self.inputs.modules[-1]
+        if self.row.gate is None and self.activation is not None and _takes_epilogue(source):
+            return _with_epilogue(source, x, activation=self.activation)
+        *gates, y = self.inputs(x)
         result: Tensor
-        if self.row.gate is not None:
-            gate, up = self.block.get_submodule(self.row.gate)(x), source(x)
-            if self.activation is not None and can_gate(gate, up):
-                return gated(gate, up, self.activation)
-            result = activation(gate) * up
-        elif self.activation is not None and _finishes(source):
-            result = _finished(source, x, activation=self.activation)
+        if not gates:
+            result = function(y)
+        elif self.activation is not None and can_gate(gates[0], y):
+            result = gated(gates[0], y, self.activation)
         else:
-            result = activation(source(x))
+            result = function(gates[0]) * y
         return result
 
 
-def fast_blocks(model: nn.Module) -> tuple[FastBlock, ...]:
-    """The model's decoder blocks that the family table describes in full; none of any other model, or in training."""
+def token_blocks(model: nn.Module) -> list[TokenBlock]:
+    """The model's decoder blocks that the family table describes in full; none in training.
+
+    Left out, too, are blocks inside which something watches a module.
+    """
     row, config = family_of(model).block, getattr(model, "config", None)
     if row is None or model.training or not row.exact(config):
-        return ()
-    found = (_fast_block(block, row) for _, block in decoder_blocks(model))
-    return tuple(block for block in found if block is not None)
+        return []
+    blocks = (block for _, block in decoder_blocks(model) if row.describes(block) and not holds_watched(block))
+    return [made for block in blocks if (made := _token_block(block, row)) is not None]
 
 
-def _fast_block(block: nn.Module, row: ResidualBlock) -> FastBlock | None:
-    if not row.describes(block):
+def _token_block(block: nn.Module, row: ResidualBlock) -> TokenBlock | None:
+    norms, head_norms = _fast_norms(block, row.norms), _fast_norms(block, row.attention.head_norms)
+    if norms is None or head_norms is None:
         return None
-    first, second = (fast_norm(block.get_submodule(name)) for name in row.norms)
-    if first is None or second is None:
-        return None
-    output, activation = map(block.get_submodule, (row.output, row.activation))
-    return FastBlock(block, row, (first, second), FastOutput(output), activation_name(activation))
+    inputs = _submodules(block, (row.source,) if row.gate is None else (row.gate, row.source))
+    return TokenBlock(
+        block=block,
+        row=row,
+        norms=norms,
+        attention=_token_attention(block, row.attention, head_norms),
+        inputs=merge_linears(inputs),
+        activation=activation_name(block.get_submodule(row.activation)),
+    )
 
 
-def _finishes(module: nn.Module) -> bool:
+def _token_attention(block: nn.Module, row: Attention, head_norms: tuple[FastNorm, ...]) -> TokenAttention:
+    module: Any = block.get_submodule(row.module)
+    return TokenAttention(
+        module=module,
+        products=merge_linears(_submodules(block, row.inputs)),
+        head_norms=head_norms,
+        scale=1.0 if row.scales_query else module.scaling,
+        query_scale=module.scaling if row.scales_query else None,
+    )
+
+
+def _submodules(block: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    return [block.get_submodule(name) for name in names]
+
+
+def _fast_norms(block: nn.Module, names: Sequence[str]) -> tuple[FastNorm, ...] | None:
+    """The norms of those names, or None where one has no kernel."""
+    norms = tuple(norm for module in _submodules(block, names) if (norm := fast_norm(module)) is not None)
+    return norms if len(norms) == len(names) else None
+
+
+def _takes_epilogue(module: nn.Module) -> bool:
     """Whether the module's product has a kernel for what follows it."""
     if not isinstance(module, QuantizedLinear) or not module.prepared or module.follower is not None:
         return False
     return LINEARS[module.format_name].epilogue_forward is not None
 
 
-def _finished(module: Any, x: Tensor, *, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+def _with_epilogue(module: Any, x: Tensor, *, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
     forward = LINEARS[module.format_name].epilogue_forward
     assert forward is not None
-    epilogue = Epilogue(activation, residual)
-    return forward(module.spec, module.held, module.shape, x, module.bias, epilogue)
+    return forward(module.spec, module.held, module.shape, x, module.bias, Epilogue(activation, residual))

@@ -18,7 +18,7 @@ from quantkit.nn.flatten_linear import ActCodes, requantized_forward, takes_code
 from quantkit.nn.quantized_linear import QuantizedLinear, is_flatten
 from quantkit.ops.activations import activation_name
 from quantkit.ops.flatten.launch import REQUANTIZED_DTYPES
-from quantkit.runtime.batch_chunks import is_watched
+from quantkit.runtime.twin import is_watched
 
 
 class PassingActivation(nn.Module):

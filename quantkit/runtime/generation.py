@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from quantkit.errors import BenchError
-from quantkit.runtime.cuda_graph import FilledScalars
-from quantkit.runtime.decoder_block import fast_blocks
-from quantkit.runtime.fast_step import Parts, fast_step
-from quantkit.runtime.merged_linears import join_siblings
+from quantkit.errors import GenerationError
+from quantkit.models.families import known_family
+from quantkit.runtime.cuda_graph import DEVICE_LOCK, capture
+from quantkit.runtime.decoder_block import token_blocks
+from quantkit.runtime.norms import fast_norm
+from quantkit.runtime.twin import Forward, is_watched, twin_of
 
 _WARM_UP_STEPS = 2
-_CACHE_STEP = 64  # attention kernels want rows of the mask aligned; others copy it in every layer
-_ALIBI_MODELS = ("bloom",)  # build their position bias from a two-dimensional mask
+_CACHE_STEP = 64  # attention kernels want the mask aligned; others copy it in every layer
+
+
+@dataclass(frozen=True)
+class TokenModel:
+    """What runs single tokens. layers: of the cache, whose counts it leaves to whoever calls it."""
+
+    model: Any
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class Session:
     """One prompt being continued; all tensors stay where they are, so that a graph can replay on them.
 
     token: [1, 1] the last token. position: [1] its position, equal to the tokens in the cache. tokens: [1, capacity].
-    parts: what single tokens run in another way; nothing on a CPU.
+    alibi: whether the model makes its positions from a two-dimensional mask. fast: as start takes it.
     """
 
     model: Any
@@ -34,27 +43,32 @@ class Session:
     token: Tensor
     position: Tensor
     tokens: Tensor
-    parts: Parts
+    alibi: bool
+    fast: bool
+
+    @cached_property
+    def decoder(self) -> TokenModel:
+        """What runs single tokens; made behind the prompt, whose first token does not wait for it."""
+        return token_model(self.model) if self.fast else TokenModel(self.model)
 
 
 def _mask(session: Session, positions: Tensor) -> Tensor:
     """Which cache entries the tokens at ``positions`` may see."""
     device = session.token.device
-    if session.model.config.model_type in _ALIBI_MODELS:
+    if session.alibi:
         return torch.ones(1, session.capacity, dtype=torch.long, device=device)
-    columns = torch.arange(session.capacity, device=device)
-    return (columns[None, :] <= positions[:, None])[None, None]
+    entries = torch.arange(session.capacity, device=device)
+    return (entries[None, :] <= positions[:, None])[None, None]
 
 
-def _forward(session: Session, ids: Tensor, first: Tensor) -> Tensor:
+def _forward(model: Any, session: Session, ids: Tensor, first: Tensor) -> Tensor:
     """Logits [1, vocabulary] after ids [1, count]."""
     count = ids.shape[1]
     positions = first if count == 1 else first + torch.arange(count, device=ids.device)
-    takes_positions = session.model.config.model_type not in _ALIBI_MODELS
-    output = session.model(
+    output = model(
         input_ids=ids,
         attention_mask=_mask(session, positions),
-        **({"position_ids": positions[None]} if takes_positions else {}),
+        **({} if session.alibi else {"position_ids": positions[None]}),
         past_key_values=session.cache,
         use_cache=True,
         logits_to_keep=1,
@@ -63,19 +77,21 @@ def _forward(session: Session, ids: Tensor, first: Tensor) -> Tensor:
     return logits
 
 
-def start(model: Any, ids: Tensor, capacity: int) -> Session:
+def start(model: Any, ids: Tensor, capacity: int, *, fast: bool | None = None) -> Session:
     """Read the prompt ids [1, count] into a cache for ``capacity`` tokens or some more and choose the first new token.
 
-    Raises BenchError for a prompt of no tokens, or where prompt and answer do not fit the model's positions or its
+    The prompt is read by the model's own code. fast: whether single tokens run through ``token_model``, whose kernels
+    are a GPU's; by default on a GPU.
+    Raises GenerationError for a prompt of no tokens, or where prompt and answer do not fit the model's positions or its
     sliding window.
     """
     if not ids.shape[1]:
-        raise BenchError("--prompt: the tokenizer makes no token of it; give some text to continue")
+        raise GenerationError("the prompt has no tokens; give some text to continue")
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and capacity > limit:
-        raise BenchError(f"{capacity} tokens of prompt and answer exceed the model's {limit} positions")
+        raise GenerationError(f"{capacity} tokens of prompt and answer exceed the model's {limit} positions")
     cache, capacity = _static_cache(model, capacity)
-    device = ids.device
+    device, family = ids.device, known_family(model)
     session = Session(
         model,
         cache,
@@ -83,12 +99,32 @@ def start(model: Any, ids: Tensor, capacity: int) -> Session:
         token=torch.zeros(1, 1, dtype=torch.long, device=device),
         position=torch.zeros(1, dtype=torch.long, device=device),
         tokens=torch.zeros(1, capacity, dtype=torch.long, device=device),
-        parts=Parts(join_siblings(model), fast_blocks(model)) if device.type == "cuda" else Parts(),
+        alibi=family is not None and family.alibi,
+        fast=device.type == "cuda" if fast is None else fast,
     )
     session.tokens[:, : ids.shape[1]] = ids
     with torch.no_grad():
-        _choose(session, _forward(session, ids, session.position), ids.shape[1])
+        _choose(session, _forward(model, session, ids, session.position), ids.shape[1])
     return session
+
+
+def token_model(model: Any) -> TokenModel:
+    """A twin of the model for single tokens: described decoder blocks by decoder_block.py, other norms by norms.py.
+
+    The model keeps its own code; its Linears of one input become views of one tensor. Floating-point and quantized
+    models get the same, so that their times compare.
+    """
+    with DEVICE_LOCK:  # products of merged Linears may be measured
+        blocks = token_blocks(model)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the kernels read weights before their predecessors on the stream have ended
+    forwards: dict[nn.Module, Forward] = {block.block: block.forward for block in blocks}
+    for module in model.modules():
+        norm = None if is_watched(module) else fast_norm(module)
+        if norm is not None:
+            forwards[module] = norm
+    layers = tuple(block.attention.module.layer_idx for block in blocks)
+    return TokenModel(twin_of(model, forwards), layers)
 
 
 def _static_cache(model: Any, needed: int) -> tuple[Any, int]:
@@ -103,9 +139,11 @@ def _static_cache(model: Any, needed: int) -> tuple[Any, int]:
     cache = StaticCache(config=model.config, max_cache_len=capacity)
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, StaticSlidingWindowLayer):
-            if layer.max_cache_len < needed:
-                window = layer.max_cache_len
-                raise BenchError(f"{needed} tokens of prompt and answer exceed the model's sliding window of {window}")
+            window = layer.max_cache_len
+            if window < needed:
+                raise GenerationError(
+                    f"{needed} tokens of prompt and answer exceed the model's sliding window of {window}"
+                )
             cache.layers[index] = StaticLayer(max_cache_len=capacity)
     return cache, capacity
 
@@ -116,16 +154,14 @@ def _choose(session: Session, logits: Tensor, count: int) -> None:
     session.tokens.index_copy_(1, session.position, session.token)
 
 
-def next_logits(session: Session, *, fast: bool = True) -> Tensor:
-    """Logits [1, vocabulary] after the last token, whose keys and values are cached on the way.
-
-    fast: on a GPU with fast_step's parts, otherwise with transformers' own code.
-    """
+def next_logits(session: Session) -> Tensor:
+    """Logits [1, vocabulary] after the last token, whose keys and values are cached on the way."""
     with torch.no_grad():
-        if not fast:
-            return _forward(session, session.token, session.position)
-        with fast_step(session.model, session.cache, session.position, session.parts):
-            return _forward(session, session.token, session.position)
+        logits = _forward(session.decoder.model, session, session.token, session.position)
+        counts = [session.cache.layers[index].cumulative_length for index in session.decoder.layers]
+        if counts:
+            torch._foreach_add_(counts, 1)
+    return logits
 
 
 def step(session: Session) -> None:
@@ -139,22 +175,18 @@ def captured_step(session: Session) -> Callable[[], None]:
     """``step`` as a graph replay on a GPU, as itself elsewhere; the session is left as it was found."""
     if session.token.device.type != "cuda":
         return lambda: step(session)
+    _ = session.decoder  # made now: its tensors are for every session, not for the stream of this capture
     kept = (
         session.token.clone(),
         session.position.clone(),
         [layer.cumulative_length.clone() for layer in _layers(session)],
     )
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UP_STEPS):
-            step(session)
-            _rewind(session, *kept)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph), FilledScalars():
+
+    def step_and_back() -> None:
         step(session)
+        _rewind(session, *kept)
+
+    graph = capture([lambda: step(session)], session.token.device, warm_up=[step_and_back] * _WARM_UP_STEPS)
     _rewind(session, *kept)
     replay: Callable[[], None] = graph.replay
     return replay
@@ -171,12 +203,12 @@ def _rewind(session: Session, token: Tensor, position: Tensor, lengths: list[Ten
         layer.cumulative_length.copy_(length)
 
 
-def generate(model: Any, ids: Tensor, new_tokens: int, stop: int | None = None) -> Tensor:
+def generate(model: Any, ids: Tensor, new_tokens: int, *, stop: int | None = None, fast: bool | None = None) -> Tensor:
     """The prompt ids [1, count] and up to ``new_tokens`` greedy tokens, ending with ``stop`` where it comes.
 
-    Raises BenchError as start does.
+    fast: as start takes it, which also says what is raised.
     """
-    session = start(model, ids, ids.shape[1] + new_tokens)
+    session = start(model, ids, ids.shape[1] + new_tokens, fast=fast)
     advance = captured_step(session) if new_tokens > 1 else None
     for _ in range(new_tokens - 1):
         if stop is not None and int(session.token) == stop:

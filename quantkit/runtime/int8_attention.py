@@ -99,20 +99,20 @@ def int8_attention(
 ) -> tuple[Tensor, None]:
     """query [B, H, M, D]; key, value [B, H or fewer, T, D] -> [B, M, H, D].
 
-    attention_mask: [B or 1, 1, M, T], bool or added to the scores. Without one, several rows see the keys up to their
-    own where is_causal or else the module says so, as in transformers' sdpa function; keys behind them are of a cache
-    that is not yet full. dropout is of training, which quantized checkpoints refuse.
+    attention_mask: [B or 1, 1, M, T], bool or added to the scores. Without one, several queries see the keys up to
+    their own where is_causal or else the module says so, as in transformers' sdpa function; keys behind them are of a
+    cache that is not yet full. dropout is of training, which quantized checkpoints refuse.
     Raises ModelError for options that change the scores.
     """
     for name in _CHANGE_SCORES:
         if options.get(name) is not None:
             raise ModelError(f"attention_bits: {ATTENTION_BITS} knows no {name}, which this model's attention uses")
     scales: AttentionScales = getattr(module, _SCALES)
-    rows = query.shape[2]
+    queries = query.shape[2]
     said = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = rows > 1 and attention_mask is None and bool(said)
-    if causal and key.shape[2] > rows:
-        key, value = key[:, :, :rows], value[:, :, :rows]
+    causal = queries > 1 and attention_mask is None and bool(said)
+    if causal and key.shape[2] > queries:
+        key, value = key[:, :, :queries], value[:, :, :queries]
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     steps = [scales.query, scales.key, scales.value]
     return int8_attention_op(query, key, value, attention_mask, steps, factor, causal), None

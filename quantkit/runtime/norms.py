@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
+from quantkit.models.families import norm_kind
 from quantkit.ops.decode.layout import can_norm
 from quantkit.ops.decode.op import add_norm, norm
-
-_RMS_NORM = "RMSNorm"  # how transformers' classes of that kind end
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +41,8 @@ class FastNorm:
 
 def fast_norm(module: nn.Module) -> FastNorm | None:
     """The module's norm by the kernels, or None where it is none, or none over the last dimension with a weight."""
-    centered = isinstance(module, nn.LayerNorm)
-    if not centered and not (type(module).__name__.endswith(_RMS_NORM) and hasattr(module, "variance_epsilon")):
+    kind = norm_kind(module)
+    weight = None if kind is None else getattr(module, "weight", None)
+    if kind is None or not isinstance(weight, Tensor) or weight.dim() != 1:
         return None
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 1:
-        return None
-    epsilon: Any = module.eps if centered else module.variance_epsilon
-    return FastNorm(module.forward, weight, bias, epsilon, centered)
+    return FastNorm(module.forward, weight, getattr(module, "bias", None), getattr(module, kind.epsilon), kind.centered)

@@ -1,20 +1,15 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig
 
 from quantkit.bench import decode, shapes
 from quantkit.bench.decode import DecodeBench, run_decode, shaped_model, weight_bytes
 from quantkit.bench.shapes import ModelShape
 from quantkit.errors import BenchError
 from quantkit.formats.bcq import BcqSpec
-from quantkit.models.loading import load_model
 from quantkit.nn.quantized_linear import QuantizedLinear
-from quantkit.runtime.generation import generate
 
 CPU = torch.device("cpu")
 TINY = ModelShape("llama", layers=3, hidden=64, ffn=96, heads=4, kv_heads=2, vocabulary=100)
@@ -28,49 +23,6 @@ def test_shaped_model_has_its_layers_packed(family: str, linears: int) -> None:
     assert len(packed) == 3 * linears
     assert len({module.tensors["signs"].data_ptr() for module in packed}) == len(packed)
     assert weight_bytes(model) < sum(p.numel() * p.dtype.itemsize for p in model.parameters())
-
-
-@pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gpt2"])
-def test_greedy_tokens_equal_those_of_transformers(tiny_model: Callable[[str], Path], family: str) -> None:
-    model, _ = load_model(str(tiny_model(family)))
-    model.eval()
-    ids = torch.randint(10, 300, (1, 7))
-    expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(generate(model, ids, 9), expected[0])
-
-
-def test_generation_stops_at_the_end_token(tiny_model: Callable[[str], Path]) -> None:
-    model, _ = load_model(str(tiny_model("llama")))
-    ids = torch.randint(10, 300, (1, 5))
-    tokens = generate(model.eval(), ids, 8)
-    stop = int(tokens[7])
-    first = tokens[5:].tolist().index(stop)
-    assert generate(model, ids, 8, stop=stop).tolist() == tokens[: 5 + first + 1].tolist()
-
-
-def test_prompt_beyond_the_positions_is_refused(tiny_model: Callable[[str], Path]) -> None:
-    model, _ = load_model(str(tiny_model("llama")))
-    with pytest.raises(BenchError, match="exceed the model's 256 positions"):
-        generate(model, torch.ones(1, 250, dtype=torch.long), 20)
-
-
-def windowed_model() -> Any:
-    config = MistralConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, vocab_size=300, sliding_window=20,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-
-
-def test_tokens_within_a_sliding_window_equal_those_of_transformers() -> None:
-    model, ids = windowed_model(), torch.randint(10, 300, (1, 9))
-    expected = model.generate(ids, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(generate(model, ids, 10), expected[0])
-
-
-def test_a_text_beyond_the_sliding_window_is_refused() -> None:
-    with pytest.raises(BenchError, match="21 tokens of prompt and answer exceed the model's sliding window of 20"):
-        generate(windowed_model(), torch.ones(1, 9, dtype=torch.long), 12)
 
 
 def test_decode_bench_times_float_and_method(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +55,7 @@ def test_bars_show_how_far_a_slow_machine_is(monkeypatch: pytest.MonkeyPatch) ->
     ("model", "method", "message"),
     [
         ("opt-7b", "bcq-w2-g32", "did you mean"),
-        ("opt-6.7b", None, "--method is needed"),
+        ("opt-6.7b", None, "`method`: needed"),
         (".", "bcq-w2-g32", "is a folder"),
     ],
     ids=["unknown", "no-method", "folder-with-method"],

@@ -36,10 +36,10 @@ def test_cpu_bench_reports_every_combination_and_says_reference() -> None:
     bench = LinearBench(parse_shapes("48x72,32x64"), ["bcq-w2-g32", "nuqmm-q1-grow"], [1, 3], CPU)
     results = list(run_linear(bench))
     assert [(r.shape, r.method, r.tokens) for r in results] == [
-        (shape, method, rows)
+        (shape, method, tokens)
         for shape in ("48x72", "32x64")
         for method in ("bcq-w2-g32", "nuqmm-q1-grow")
-        for rows in (1, 3)
+        for tokens in (1, 3)
     ]
     first = results[0]
     assert first.implementation == "reference"
@@ -52,12 +52,12 @@ def test_cpu_bench_reports_every_combination_and_says_reference() -> None:
 
 def test_wrong_product_is_never_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(QuantizedLinear, "forward", lambda self, x: x.new_ones(x.shape[0], self.out_features))
-    with pytest.raises(BenchError, match=r"bcq-w2-g32 at 48x72, 1 rows: relative error"):
+    with pytest.raises(BenchError, match=r"bcq-w2-g32 at 48x72, 1 tokens: relative error"):
         list(run_linear(LinearBench(parse_shapes("48x72"), ["bcq-w2-g32"], [1], CPU)))
 
 
 def test_energy_on_the_cpu_is_refused() -> None:
-    with pytest.raises(BenchError, match="use --device cuda"):
+    with pytest.raises(BenchError, match="use `device` cuda"):
         list(run_linear(LinearBench(parse_shapes("16x64"), ["bcq-w2-g32"], [1], CPU, energy=True)))
 
 
@@ -76,7 +76,7 @@ def test_plot_is_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["plot.pdf", "absent/plot.png"])
 def test_bad_plot_paths_are_refused_first(path: str) -> None:
-    with pytest.raises(BenchError, match="--plot"):
+    with pytest.raises(BenchError, match="`plot`"):
         check_plot_path(Path(path))
 
 

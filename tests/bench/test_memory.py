@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,8 +37,10 @@ def test_bytes_are_those_of_the_models_that_are_made() -> None:
     assert packed == _bytes(shaped_model(TINY, CPU, spec)) + block
 
 
-def test_free_memory_is_a_number_of_this_machine(device: torch.device) -> None:
-    assert 1e6 < free_bytes(device) < 1e14
+def test_free_memory_is_what_is_free_now_and_not_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=900, available=400, free=100))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (30, 80))
+    assert (free_bytes(CPU), free_bytes(torch.device("cuda"))) == (400, 30)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_made(

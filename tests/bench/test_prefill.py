@@ -80,7 +80,7 @@ def test_int8_attention_is_in_every_block() -> None:
 
 def test_wrong_attention_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "int8_attention", lambda query, *rest: torch.zeros_like(query).transpose(1, 2))
-    with pytest.raises(BenchError, match=r"INT8 attention differs in 100\.0% of the rows"):
+    with pytest.raises(BenchError, match=r"INT8 attention differs in 100\.0% of the results"):
         list(run_prefill(PrefillBench("tiny", (INT8_ATTENTION,), (1,), (4,), CPU)))
 
 
@@ -123,7 +123,7 @@ def test_a_folder_is_run_as_it_is(tiny_model: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"methods": ()}, "--method is needed"),
+        ({"methods": ()}, "`methods`: needed"),
         ({"methods": ("int3",)}, "unknown; choose fp16"),
         ({"model": "opt-13"}, "did you mean 'opt-13b'"),
         ({"batches": (0,)}, "at least 1"),

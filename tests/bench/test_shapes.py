@@ -18,7 +18,7 @@ def test_shapes_mix_names_and_numbers() -> None:
     shapes = parse_shapes("smollm2-135m, 24x40,nuqmm-table2")
     assert shapes[0] == LinearShape("smollm2-135m q_proj, o_proj", 576, 576)
     assert LinearShape("24x40", 24, 40) in shapes
-    assert [shape.rows for shape in shapes[-3:]] == [4096, 7168, 12288]
+    assert [shape.out_features for shape in shapes[-3:]] == [4096, 7168, 12288]
 
 
 def test_grouped_query_attention_has_narrow_keys() -> None:

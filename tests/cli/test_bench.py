@@ -40,7 +40,7 @@ def test_bad_requests_are_refused_in_one_line(tmp_path: Path) -> None:
     missing = tmp_path / "absent" / "x.png"
     assert "--plot" in refusal(*linear, "--shapes", "4x64", "--method", "bcq-w4-g32", "--plot", missing)
     assert "not a device" in refusal("bench", "decode", "opt-30b", "--method", "bcq-w4-g128", "--device", "gpu")
-    assert "--method is needed" in refusal("bench", "decode", "opt-30b", "--device", "cpu")
+    assert "--method: needed" in refusal("bench", "decode", "opt-30b", "--device", "cpu")
 
 
 def test_prefill_runs_a_folder_and_refuses_bad_requests(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -15,4 +15,4 @@ def test_missing_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_empty_prompt_is_refused(tiny_model: Callable[[str], Path]) -> None:
-    assert "makes no token of it" in refusal("generate", tiny_model("gpt2"), "--prompt", "")
+    assert "the prompt has no tokens" in refusal("generate", tiny_model("gpt2"), "--prompt", "")

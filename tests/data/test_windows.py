@@ -48,7 +48,7 @@ def test_short_text_is_refused_with_both_counts() -> None:
 
 
 def test_too_few_windows_are_refused_with_both_counts() -> None:
-    with pytest.raises(DataError, match="103 tokens make 10 windows of 10, 11 were asked for; use --windows 10"):
+    with pytest.raises(DataError, match="103 tokens make 10 windows of 10, 11 were asked for; use 10 windows"):
         shuffled_windows(IDS, 10, 11, seed=0, name="t")
 
 

@@ -153,7 +153,7 @@ def test_limit_and_own_task_folder(loaded: tuple[Any, Any], data_dir: Path, tmp_
 @needs_lm_eval
 def test_unknown_task_is_refused(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("task: mine\n")
-    with pytest.raises(EvaluationError, match="'no_such_task': neither lm-eval nor --task-path has it"):
+    with pytest.raises(EvaluationError, match="'no_such_task': neither lm-eval nor `task_path` has it"):
         evaluate_tasks(*loaded, TaskOptions(("no_such_task",), task_path=tmp_path))
 
 
@@ -173,10 +173,10 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "message"),
     [
         ({"tasks": ("",)}, "name at least one"),
-        ({"data_dir": Path("/none")}, "--data-dir /none: no such folder"),
-        ({"task_path": Path("/none")}, "--task-path /none: no such folder"),
-        ({"limit": 0}, "--limit 0"),
-        ({"batch_size": 0}, "--batch-size 0"),
+        ({"data_dir": Path("/none")}, "`data_dir` /none: no such folder"),
+        ({"task_path": Path("/none")}, "`task_path` /none: no such folder"),
+        ({"limit": 0}, "`limit` 0"),
+        ({"batch_size": 0}, "`batch_size` 0"),
     ],
     ids=["no-task", "data-dir", "task-path", "limit", "batch-size"],
 )
@@ -187,7 +187,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], message: str) -
 
 @pytest.mark.usefixtures("pretend_installed")
 def test_a_missing_data_file_is_named(data_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match=r"task piqa: --data-dir .* has no piqa/valid_labelled\.jsonl"):
+    with pytest.raises(EvaluationError, match=r"task piqa: `data_dir` .* has no piqa/valid_labelled\.jsonl"):
         check_tasks(TaskOptions(("piqa",), data_dir=tmp_path))
     check_tasks(TaskOptions(("piqa",), data_dir=data_dir))
 

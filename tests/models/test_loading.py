@@ -124,7 +124,7 @@ def test_gpu_that_is_not_there_is_refused(tiny_model: Callable[[str], Path]) -> 
     ],
 )
 def test_other_devices_are_refused(name: str, reason: str, tiny_model: Callable[[str], Path]) -> None:
-    with pytest.raises(DeviceError, match=rf"--device {name}: {reason}.*; use"):
+    with pytest.raises(DeviceError, match=rf"`device` {name}: {reason}.*; use"):
         load_model(str(tiny_model("llama")), device=name)
 
 

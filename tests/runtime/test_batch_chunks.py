@@ -1,4 +1,4 @@
-"""Blocks that take large batches in parts: the model's own bits, and whole wherever parts would be seen."""
+"""Blocks that take large batches in chunks: the model's own bits, and whole wherever chunks would be seen."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ from quantkit.formats.flatten import FlattenSpec
 from quantkit.jobs.quantize import quantize_model
 from quantkit.models.families import block_linears, decoder_blocks, linear_shape
 from quantkit.recipe import load_recipe
-from quantkit.runtime import batch_chunks as batch_parts
-from quantkit.runtime.batch_chunks import split_batches
+from quantkit.runtime import batch_chunks
+from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.cuda_graph import FilledScalars
-from quantkit.runtime.decoder_block import fast_blocks
-from quantkit.runtime.fast_step import Parts, replaced_parts
 from quantkit.runtime.fused_ffn import fuse_chains
 from quantkit.runtime.generation import next_logits, start
 from tests.tiny import CONFIGS
@@ -41,34 +39,34 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_parts, "PART_TOKENS", SEQUENCES * LENGTH + 1)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_chunks, "CHUNK_TOKENS", SEQUENCES * LENGTH + 1)
 
 
 def _model(name: str, device: torch.device = CPU, dtype: torch.dtype = torch.bfloat16) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]), dtype=dtype).eval().to(device)
     for path, linear in block_linears(model).items():
-        rows, columns = linear_shape(linear)
-        spec = FlattenSpec(8, 8, (columns + columns // 4) // 32 * 32 + 32)
-        model.set_submodule(path, random_flatten_linear(spec, (rows, columns), linear.weight))
+        _, in_features = shape = linear_shape(linear)
+        spec = FlattenSpec(8, 8, (in_features + in_features // 4) // 32 * 32 + 32)
+        model.set_submodule(path, random_flatten_linear(spec, shape, linear.weight))
     fuse_chains(model)
-    split_batches(model)
+    chunk_batches(model)
     return model
 
 
-@pytest.fixture(name="parts")
-def _parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture(name="chunks")
+def _chunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sequences of each call of a decoder block's own code from here on."""
     seen: list[int] = []
-    real = batch_parts._part
+    real = batch_chunks._chunk
 
-    def noted(rest: Any, rows: slice, batch: int) -> Any:
+    def noted(rest: Any, some: slice, batch: int) -> Any:
         if isinstance(rest, tuple) and len(rest) == 2 and isinstance(rest[1], dict):
-            seen.append(min(rows.stop, batch) - rows.start)
-        return real(rest, rows, batch)
+            seen.append(min(some.stop, batch) - some.start)
+        return real(rest, some, batch)
 
-    monkeypatch.setattr(batch_parts, "_part", noted)
+    monkeypatch.setattr(batch_chunks, "_chunk", noted)
     return seen
 
 
@@ -87,8 +85,8 @@ def _ids(batch: int, device: torch.device = CPU) -> Tensor:
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_a_batch_in_parts_gives_the_bits_of_the_whole(
-    device: torch.device, name: str, padded: bool, parts: list[int]
+def test_a_batch_in_chunks_gives_the_bits_of_the_whole(
+    device: torch.device, name: str, padded: bool, chunks: list[int]
 ) -> None:
     model = _model(name, device)
     plain = _whole(model)
@@ -97,26 +95,26 @@ def test_a_batch_in_parts_gives_the_bits_of_the_whole(
         mask = torch.ones_like(ids)
         if padded:
             mask[0, :4] = 0
-        parts.clear()
+        chunks.clear()
         logits = model(ids, attention_mask=mask, use_cache=False).logits
-        assert parts == expected
+        assert chunks == expected
         assert torch.equal(logits, plain(ids, attention_mask=mask, use_cache=False).logits)
 
 
 @torch.no_grad()
-def test_positions_of_every_sequence_go_with_it(parts: list[int]) -> None:
+def test_positions_of_every_sequence_go_with_it(chunks: list[int]) -> None:
     model = _model("llama")
     ids, positions = _ids(3), torch.randint(0, 40, (3, LENGTH))
     expected = _whole(model)(ids, position_ids=positions, use_cache=False).logits
     assert torch.equal(model(ids, position_ids=positions, use_cache=False).logits, expected)
-    assert parts == [2, 1] * 2
+    assert chunks == [2, 1] * 2
 
 
 @torch.no_grad()
-def test_a_sequence_longer_than_a_part_is_one(parts: list[int]) -> None:
+def test_a_sequence_longer_than_a_chunk_is_one(chunks: list[int]) -> None:
     model, ids = _model("opt"), torch.randint(10, 300, (3, 3 * LENGTH))
     assert torch.equal(model(ids, use_cache=False).logits, _whole(model)(ids, use_cache=False).logits)
-    assert parts == [1, 1, 1] * 2
+    assert chunks == [1, 1, 1] * 2
 
 
 def _hook(model: Any) -> None:
@@ -131,20 +129,20 @@ def _stand_in(model: Any) -> None:
 
 @pytest.mark.parametrize("watch", [_hook, _stand_in], ids=["hooked", "replaced-forward"])
 @torch.no_grad()
-def test_modules_that_are_watched_see_the_whole_batch(watch: Callable[[Any], None], parts: list[int]) -> None:
+def test_modules_that_are_watched_see_the_whole_batch(watch: Callable[[Any], None], chunks: list[int]) -> None:
     model, ids = _model("opt"), _ids(5)
     expected = model(ids, use_cache=False).logits
-    parts.clear()
+    chunks.clear()
     watch(model)
     assert torch.equal(model(ids, use_cache=False).logits, expected)
-    assert parts == []
+    assert chunks == []
 
 
 @torch.no_grad()
-def test_cached_keys_are_those_of_the_whole_batch(parts: list[int]) -> None:
+def test_cached_keys_are_those_of_the_whole_batch(chunks: list[int]) -> None:
     model, ids = _model("llama"), _ids(5)
     cache = model(ids, use_cache=True).past_key_values
-    assert parts == []
+    assert chunks == []
     assert cache.layers[0].keys.shape[0] == 5
     expected = model(torch.cat((ids, ids[:, :1]), 1), use_cache=False).logits[:, -1]
     apart = model(ids[:, :1], past_key_values=cache).logits[:, -1] - expected
@@ -163,11 +161,11 @@ def test_hidden_states_and_attentions_are_those_of_whole_batches() -> None:
 
 
 @torch.no_grad()
-def test_compiled_models_run_whole(parts: list[int]) -> None:
+def test_compiled_models_run_whole(chunks: list[int]) -> None:
     model, ids = _model("opt"), _ids(5)
     expected = _whole(model)(ids, use_cache=False).logits
     assert torch.equal(torch.compile(model, backend="eager")(ids, use_cache=False).logits, expected)
-    assert parts == []
+    assert chunks == []
 
 
 def test_gradients_are_those_of_the_whole() -> None:
@@ -181,38 +179,36 @@ def test_gradients_are_those_of_the_whole() -> None:
 
 
 @torch.no_grad()
-def test_decoding_leaves_the_parts_in_place(parts: list[int]) -> None:
+def test_decoding_leaves_the_chunks_in_place(chunks: list[int]) -> None:
     model, ids = _model("opt"), _ids(1)
-    session = start(model, ids, 32)
-    with replaced_parts(model, session.cache, session.position, Parts((), fast_blocks(model))):
-        next_logits(session)
+    next_logits(start(model, ids, 32, fast=True))
     model(_ids(3), use_cache=False)
-    assert parts == [2, 1] * 2
+    assert chunks == [2, 1] * 2
 
 
 @torch.no_grad()
-def test_copies_have_parts_of_their_own(parts: list[int]) -> None:
+def test_copies_have_chunks_of_their_own(chunks: list[int]) -> None:
     model, ids = _model("opt"), _ids(3)
     twin, expected = copy.deepcopy(model), model(ids, use_cache=False).logits
     for _, block in decoder_blocks(model):
         del block.fc1
     del model
-    parts.clear()
+    chunks.clear()
     assert torch.equal(twin(ids, use_cache=False).logits, expected)
-    assert parts == [2, 1] * 2
+    assert chunks == [2, 1] * 2
 
 
-def test_splitting_again_changes_nothing() -> None:
+def test_chunking_again_changes_nothing() -> None:
     model = _model("opt")
     before = [block.forward for _, block in decoder_blocks(model)]
-    split_batches(model)
+    chunk_batches(model)
     assert [block.forward for _, block in decoder_blocks(model)] == before
 
 
 def test_blocks_of_other_formats_or_families_are_left_alone() -> None:
     models: list[nn.Module] = [AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name])) for name in CONFIGS]
     for model in models:
-        split_batches(model)
+        chunk_batches(model)
         assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -220,7 +216,7 @@ def test_blocks_that_only_share_a_name_are_left_alone() -> None:
     model = _whole(_model("llama"))
     (_, stranger), (_, known) = decoder_blocks(model)
     stranger.__class__ = type("LlamaDecoderLayer", (type(stranger),), {"__module__": "somewhere.else"})
-    split_batches(model)
+    chunk_batches(model)
     assert ["forward" in vars(block) for block in (stranger, known)] == [False, True]
 
 
@@ -232,20 +228,20 @@ def test_checkpoints_load_so(
     tiny_model: Callable[[str], Path],
     calibrated: Callable[[str], Path],
     tmp_path: Path,
-    parts: list[int],
+    chunks: list[int],
 ) -> None:
     source, calibration = str(tiny_model("opt")), calibrated("opt") if split else None
     quantize_model(source, load_recipe(recipe), tmp_path, calibration=calibration, device="cpu", overwrite=True)
     model, ids = quantkit.load(str(tmp_path), device="cpu", dtype=torch.float32), _ids(3)
     logits = model(ids, use_cache=False).logits
-    assert parts == ([2, 1] * len(decoder_blocks(model)) if split else [])
-    rows = [model(row[None], use_cache=False).logits[0] for row in ids]
-    torch.testing.assert_close(logits, torch.stack(rows), rtol=1e-4, atol=1e-4)  # sums of torch in another order
+    assert chunks == ([2, 1] * len(decoder_blocks(model)) if split else [])
+    single = [model(one[None], use_cache=False).logits[0] for one in ids]
+    torch.testing.assert_close(logits, torch.stack(single), rtol=1e-4, atol=1e-4)  # sums of torch in another order
 
 
 @pytest.mark.cuda
 @torch.no_grad()
-def test_a_captured_pass_gives_the_same_bits(parts: list[int]) -> None:
+def test_a_captured_pass_gives_the_same_bits(chunks: list[int]) -> None:
     model, ids = _model("opt", torch.device("cuda"), torch.float16), _ids(5, torch.device("cuda"))
     expected = model(ids, use_cache=False).logits
     graph = torch.cuda.CUDAGraph()
@@ -254,17 +250,17 @@ def test_a_captured_pass_gives_the_same_bits(parts: list[int]) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, expected)
-    assert parts == [2, 2, 1] * 4
+    assert chunks == [2, 2, 1] * 4
 
 
 @pytest.mark.cuda
 @torch.no_grad()
-def test_a_block_needs_the_memory_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_needs_the_memory_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     config = copy.deepcopy(CONFIGS["opt"])
     config.hidden_size = config.word_embed_proj_dim = 1024
     config.ffn_dim, config.max_position_embeddings = 4096, 512
     monkeypatch.setitem(MODELS, "opt", config)
-    monkeypatch.setattr(batch_parts, "PART_TOKENS", 4096)
+    monkeypatch.setattr(batch_chunks, "CHUNK_TOKENS", 4096)
     batch, length, device = 64, 512, torch.device("cuda")
     model = _model("opt", device, torch.float16)
     body, tensor = model.model, batch * length * 1024 * 2

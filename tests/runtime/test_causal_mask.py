@@ -42,14 +42,25 @@ def test_a_plain_causal_pass_has_no_mask(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[[str], Path], family: str
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model(family)).eval()
-    before = dict(ALL_MASK_ATTENTION_FUNCTIONS)
+    before, own = dict(ALL_MASK_ATTENTION_FUNCTIONS), model.config._attn_implementation
     with_mask, masked = _masks(monkeypatch, model, plain=False)
     without, plain = _masks(monkeypatch, model, plain=True)
     assert all(masked)
     assert len(plain) == len(masked)
     assert not any(plain)
     torch.testing.assert_close(without, with_mask)
-    assert dict(ALL_MASK_ATTENTION_FUNCTIONS) == before
+    assert {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in before} == before
+    assert model.config._attn_implementation == own
+
+
+def test_another_model_keeps_its_masks_meanwhile(tiny_model: Callable[[str], Path]) -> None:
+    model, other = (AutoModelForCausalLM.from_pretrained(tiny_model("llama")).eval() for _ in range(2))
+    padding = torch.ones_like(IDS)
+    padding[:, :4] = 0
+    with torch.no_grad():
+        expected = other(IDS, attention_mask=padding).logits
+        with plain_causal(model):
+            assert torch.equal(other(IDS, attention_mask=padding).logits, expected)
 
 
 def test_a_sliding_window_keeps_its_mask(monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[[str], Path]) -> None:

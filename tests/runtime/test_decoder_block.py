@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, MistralConfig, OPTConfig, PretrainedConfig, Qwen2Config, Qwen3Config
-from transformers.cache_utils import StaticSlidingWindowLayer
+from transformers.models.llama import modeling_llama
 
-from quantkit.errors import BenchError
 from quantkit.models.families import decoder_blocks
-from quantkit.runtime.decoder_block import fast_blocks
-from quantkit.runtime.fast_step import Parts, replaced_parts
+from quantkit.runtime import decoder_block
+from quantkit.runtime.decoder_block import token_blocks
 from quantkit.runtime.generation import Session, next_logits, start
-from quantkit.runtime.merged_linears import join_siblings
 from tests.runtime.test_merged_linears import packed
 from tests.tiny import CONFIGS
 
@@ -27,33 +25,36 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 60, "num_atten
 GATED = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2}
 COVERED: dict[str, PretrainedConfig] = {
     "llama": CONFIGS["llama"],
+    "llama-bias": CONFIGS["llama"].__class__(attention_bias=True, mlp_bias=True, **GATED),
     "mistral": MistralConfig(head_dim=16, **GATED),
     "mistral-window": MistralConfig(head_dim=16, sliding_window=40, **GATED),
     "qwen2": Qwen2Config(**GATED),
-    "qwen3": Qwen3Config(head_dim=16, **GATED),
+    "qwen3": Qwen3Config(head_dim=32, **GATED),  # heads wider than the hidden size together
+    "gpt2": CONFIGS["gpt2"],
     "opt": CONFIGS["opt"],
     "opt-gelu": OPTConfig(ffn_dim=96, word_embed_proj_dim=64, activation_function="gelu", **SIZES),
 }
 FULL_SIZES = {**SIZES, "hidden_size": 256}  # heads of 64: the attention kernel takes them
 FULL: dict[str, PretrainedConfig] = {
     "llama": CONFIGS["llama"].__class__(intermediate_size=512, num_key_value_heads=2, **FULL_SIZES),
+    "qwen3": Qwen3Config(intermediate_size=512, num_key_value_heads=2, head_dim=64, **FULL_SIZES),
     "opt": OPTConfig(ffn_dim=512, word_embed_proj_dim=256, **FULL_SIZES),
 }
 BETWEEN = ("neg", "cat", "add", "mul", "relu", "silu", "gelu", "copy_", "clone", "native_layer_norm", "_to_copy")
 
 
 def model_of(config: PretrainedConfig) -> Any:
-    return AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32).eval()  # it keeps the type it gets
+    """A model whose parameters are all random: norms of ones and biases of zeros would hide what they do."""
+    model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.float32).eval()  # it keeps the type it gets
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
 
 
 def advance(session: Session, token: Tensor) -> None:
     session.token.copy_(token)
     session.position.add_(1)
-
-
-def rotation_of(model: Any) -> Any:
-    """The function by which the model's attentions turn queries and keys, or None."""
-    return getattr(sys.modules[type(model).__module__], "apply_rotary_pos_emb", None)
 
 
 @pytest.mark.parametrize("method", [None, "bcq-w3-g32"], ids=["float", "bcq"])
@@ -62,72 +63,109 @@ def test_logits_are_the_models_own_to_the_bit(family: str, method: str | None) -
     model = model_of(COVERED[family])
     if method is not None:
         packed(model, method)
-    own_rotation = rotation_of(model)
-    parts = Parts(join_siblings(model), fast_blocks(model))
-    assert len(parts.blocks) == len(decoder_blocks(model))
     ids = torch.randint(5, 50, (1, 9))
-    fast, plain = start(model, ids, 32), start(model, ids, 32)
+    fast, plain = (start(model, ids, 32, fast=fast) for fast in (True, False))
+    assert fast.decoder.layers == (0, 1)
     for _ in range(3):
         expected = next_logits(plain)
-        with replaced_parts(model, fast.cache, fast.position, parts):
-            assert torch.equal(next_logits(fast), expected)
+        assert torch.equal(next_logits(fast), expected)
         for session in (fast, plain):
             advance(session, expected.argmax(-1, keepdim=True))
-    assert not any("forward" in vars(module) for module in model.modules())
-    assert rotation_of(model) is own_rotation
-    assert all(isinstance(block.attention.scaling, float) for block in parts.blocks)
+    for own, other in zip(fast.cache.layers, plain.cache.layers, strict=True):
+        assert own.cumulative_length == other.cumulative_length == 12
+        assert torch.equal(own.keys, other.keys)
+        assert torch.equal(own.values, other.values)
 
 
-def test_rotations_are_left_to_the_attention_where_it_writes_every_key() -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
+def test_the_classes_own_code_does_not_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(COVERED[family])
+    session, plain = (start(model, torch.randint(5, 50, (1, 9)), 32, fast=fast) for fast in (True, False))
+    _, block = decoder_blocks(model)[0]
+    for kind in (type(block), type(block.self_attn)):
+        monkeypatch.setattr(kind, "forward", lambda *_, **__: pytest.fail("transformers' own code"))
+    next_logits(session)
+    with pytest.raises(pytest.fail.Exception):
+        next_logits(plain)
+
+
+def test_nothing_outside_the_session_is_replaced() -> None:
     model = model_of(CONFIGS["llama"])
-    session, own_rotation = start(model, torch.randint(5, 50, (1, 9)), 32), rotation_of(model)
-    parts = Parts((), fast_blocks(model))
-    with replaced_parts(model, session.cache, session.position, parts):
-        assert rotation_of(model) is not own_rotation
-    session.cache.layers[0] = StaticSlidingWindowLayer(max_cache_len=64, sliding_window=64)
-    with replaced_parts(model, session.cache, session.position, parts):
-        assert rotation_of(model) is own_rotation
+    session = start(model, torch.randint(5, 50, (1, 9)), 32, fast=True)
+    before = {name: dict(vars(sys.modules[name])) for name in sys.modules if name.startswith("transformers.models.ll")}
+    modules, scaling = dict(model.named_modules()), model.model.layers[0].self_attn.scaling
+    attention = model.config._attn_implementation
+    seen: list[bool] = []
+    model.lm_head.register_forward_hook(
+        lambda *_: seen.append(
+            model.config._attn_implementation == attention
+            and not any("forward" in vars(module) for module in modules.values())
+            and all(vars(sys.modules[name]) == own for name, own in before.items())
+        )
+    )
+    next_logits(session)
+    assert seen == [True]
+    assert modeling_llama.apply_rotary_pos_emb is before[modeling_llama.__name__]["apply_rotary_pos_emb"]
+    assert {name: id(module) for name, module in model.named_modules()} == {n: id(m) for n, m in modules.items()}
+    assert model.model.layers[0].self_attn.scaling is scaling
 
 
-def test_an_attention_that_leaves_its_rotation_undone_is_an_error() -> None:
-    model = model_of(CONFIGS["llama"])
-    session = start(model, torch.randint(5, 50, (1, 9)), 32)
-    parts = Parts((), fast_blocks(model))
-    with (
-        pytest.raises(BenchError, match="does not take its keys"),
-        replaced_parts(model, session.cache, session.position, parts),
-    ):
-        rotation_of(model)(*torch.zeros(4, 1, 1, 1, 16).unbind())
+def blocks_of(config: PretrainedConfig) -> list[decoder_block.TokenBlock]:
+    return token_blocks(model_of(config))
 
 
-@pytest.mark.parametrize("family", ["bloom", "gpt2"])
-def test_families_without_a_row_keep_their_own_code(family: str) -> None:
-    assert fast_blocks(model_of(CONFIGS[family])) == ()
+def test_families_whose_blocks_are_not_described_keep_their_own_code() -> None:
+    assert blocks_of(CONFIGS["bloom"]) == []
+
+
+def test_attention_that_also_looks_elsewhere_keeps_its_own_code() -> None:
+    assert blocks_of(CONFIGS["gpt2"].__class__(n_embd=64, n_layer=2, n_head=4, add_cross_attention=True)) == []
 
 
 def test_norms_behind_the_addition_keep_their_own_code() -> None:
-    config = OPTConfig(ffn_dim=96, word_embed_proj_dim=64, do_layer_norm_before=False, **SIZES)
-    assert fast_blocks(model_of(config)) == ()
+    assert blocks_of(OPTConfig(ffn_dim=96, word_embed_proj_dim=64, do_layer_norm_before=False, **SIZES)) == []
+
+
+def test_norms_without_a_weight_keep_their_own_code() -> None:
+    assert blocks_of(OPTConfig(ffn_dim=96, word_embed_proj_dim=64, layer_norm_elementwise_affine=False, **SIZES)) == []
 
 
 def test_training_keeps_its_own_code() -> None:
-    assert fast_blocks(model_of(CONFIGS["opt"]).train()) == ()
+    assert token_blocks(model_of(CONFIGS["opt"]).train()) == []
 
 
 def test_other_classes_keep_their_own_code() -> None:
     model = model_of(CONFIGS["llama"])
     _, block = decoder_blocks(model)[0]
     block.__class__ = type("LlamaDecoderLayer", (type(block),), {"__module__": "somewhere.else"})
-    assert len(fast_blocks(model)) == len(decoder_blocks(model)) - 1
+    assert len(token_blocks(model)) == len(decoder_blocks(model)) - 1
 
 
-def test_an_attention_without_its_last_linear_is_an_error() -> None:
-    model = model_of(CONFIGS["opt"])
-    packed(model, "bcq-w3-g32")
-    block = fast_blocks(model)[0]
-    block.attention.forward = lambda hidden_states: (hidden_states, None)
-    with pytest.raises(BenchError, match=r"did not call self_attn\.out_proj"):
-        block.forward(torch.randn(1, 1, 64))
+def test_a_block_that_keeps_its_own_code_counts_its_own_tokens() -> None:
+    model = model_of(CONFIGS["llama"])
+    (_, stranger), _ = decoder_blocks(model)
+    stranger.__class__ = type("LlamaDecoderLayer", (type(stranger),), {"__module__": "somewhere.else"})
+    ids = torch.randint(5, 50, (1, 9))
+    fast, plain = (start(model, ids, 32, fast=fast) for fast in (True, False))
+    assert fast.decoder.layers == (1,)
+    for _ in range(3):
+        expected = next_logits(plain)
+        assert torch.equal(next_logits(fast), expected)
+        for session in (fast, plain):
+            advance(session, expected.argmax(-1, keepdim=True))
+    assert [int(layer.cumulative_length) for layer in fast.cache.layers] == [12, 12]
+
+
+def test_watched_blocks_keep_their_own_code() -> None:
+    model, seen = model_of(CONFIGS["llama"]), list[int]()
+    (_, first), (_, second) = decoder_blocks(model)
+    first.mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
+    second.register_forward_hook(lambda *_: seen.append(2))
+    assert [made.block for made in token_blocks(model)] == [second]
+    session = start(model, torch.randint(5, 50, (1, 9)), 32, fast=True)
+    seen.clear()
+    next_logits(session)
+    assert seen == [1, 2]
 
 
 class Seen(TorchDispatchMode):
@@ -150,10 +188,10 @@ def test_packed_models_agree_on_a_gpu(family: str, dtype: torch.dtype) -> None:
     packed(model, "bcq-w4-g128")
     model.to(dtype).cuda()
     ids = torch.randint(5, 50, (1, 9), device="cuda")
-    fast, plain = start(model, ids, 32), start(model, ids, 32)
-    assert len(fast.parts.blocks) == len(decoder_blocks(model))
+    fast, plain = (start(model, ids, 32, fast=fast) for fast in (None, False))
+    assert fast.decoder.layers == (0, 1)
     for _ in range(3):
-        expected = next_logits(plain, fast=False)
+        expected = next_logits(plain)
         got = next_logits(fast)
         assert (got - expected).norm() < LOGITS_RTOL[dtype] * expected.norm()
         for session in (fast, plain):
@@ -162,20 +200,29 @@ def test_packed_models_agree_on_a_gpu(family: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", FULL)
-def test_a_packed_block_has_no_kernels_of_torch_between_its_products(family: str) -> None:
+def test_a_packed_block_has_no_kernels_of_torch_between_its_products(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = model_of(FULL[family])
     packed(model, "bcq-w4-g128")
     model.half().cuda()
-    session = start(model, torch.randint(5, 50, (1, 9), device="cuda"), 32)
-    seen = Seen()
-    block = session.parts.blocks[0]
-    watched = block.forward
+    seen, forward = Seen(), decoder_block.TokenBlock.forward
 
-    def forward(*args: Any, **options: Any) -> Tensor:
+    def watched(*args: Any, **options: Any) -> Tensor:
         with seen:
-            return watched(*args, **options)
+            return forward(*args, **options)
 
-    block.forward = forward  # type: ignore[method-assign]
-    next_logits(session)
+    monkeypatch.setattr(decoder_block.TokenBlock, "forward", watched)
+    next_logits(start(model, torch.randint(5, 50, (1, 9), device="cuda"), 32))
     assert seen.names
     assert not seen.names & set(BETWEEN)
+
+
+def test_a_norm_of_a_class_that_computes_something_else_is_left_alone() -> None:
+    class Shifted(nn.LayerNorm):
+        """As Nemotron's: the weight is stored less one."""
+
+    model = model_of(CONFIGS["opt"])
+    _, block = decoder_blocks(model)[0]
+    block.final_layer_norm.__class__ = Shifted
+    assert len(token_blocks(model)) == len(decoder_blocks(model)) - 1

@@ -1,0 +1,136 @@
+"""What a block of one token launches on a GPU, told by stand-ins of the kernels on a CPU: how many, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, rms_norm
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from quantkit.ops.activations import ACTIVATIONS
+from quantkit.ops.decode.launch import Token
+from quantkit.runtime import decoder_block, norms
+from quantkit.runtime.generation import next_logits, start
+from tests.runtime.test_decoder_block import COVERED, model_of
+from tests.runtime.test_merged_linears import packed
+
+RTOL = 1e-4  # fp32 sums in other orders, two blocks
+VIEWS = ("view", "_unsafe_view", "transpose", "split", "split_with_sizes", "t", "unsqueeze", "slice", "detach", "alias")
+
+
+class Launches(TorchDispatchMode):
+    """Names of stand-ins and of torch's ops that are no views, in the order in which they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if name not in VIEWS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def named(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, noted as one launch."""
+
+        def run(*args: Any, **options: Any) -> Any:
+            self.names.append(name)
+            with _disable_current_modes():
+                return function(*args, **options)
+
+        return run
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, centered: bool) -> Tensor:
+    shape = x.shape[-1:]
+    return layer_norm(x, shape, weight, bias, epsilon) if centered else rms_norm(x, shape, weight, epsilon)
+
+
+def add_norm(x: Tensor, addend: Tensor, parameters: Any, epsilon: float, *, centered: bool) -> tuple[Tensor, Tensor]:
+    return x + addend, norm(x + addend, *parameters, epsilon, centered=centered)
+
+
+def attention(
+    q: Tensor, token: Token, cache: tuple[Tensor, Tensor], mask: Tensor, scale: float, query_scale: float = 1.0
+) -> Tensor:
+    """As the op's docstring says it; q and the token must be as the kernel reads them."""
+    (keys, values), key, q = cache, token.key, q * query_scale
+    assert all(part.is_contiguous() for part in (q, token.key, token.value, keys, values))
+    assert mask.shape == (1, 1, 1, keys.shape[2])
+    assert token.position.shape == (1,)
+    if token.rotary is not None:
+        q, key = apply_rotary_pos_emb(q, key, *token.rotary)
+    keys.index_copy_(2, token.position, key)
+    values.index_copy_(2, token.position, token.value)
+    wide = [part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (keys, values)]
+    scores = (q @ wide[0].mT * scale).masked_fill(~mask, float("-inf"))
+    return (scores.softmax(-1) @ wide[1]).transpose(1, 2).contiguous()
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return ACTIVATIONS[activation].apply(gate) * up
+
+
+@contextmanager
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
+    """Inside, blocks think that they are on a GPU; yields what each of them launches."""
+    launches, seen = Launches(), list[list[str]]()
+    run = decoder_block.TokenBlock.forward
+
+    def forward(*args: Any, **options: Any) -> Tensor:
+        launches.names.clear()
+        with launches:
+            result = run(*args, **options)
+        seen.append(list(launches.names))
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder_block.TokenBlock, "forward", forward)
+        for name in ("can_attend", "can_gate"):
+            patch.setattr(decoder_block, name, lambda *_: True)
+        patch.setattr(norms, "can_norm", lambda x: True)
+        patch.setattr(norms, "norm", launches.named("norm", norm))
+        patch.setattr(norms, "add_norm", launches.named("add_norm", add_norm))
+        patch.setattr(decoder_block, "attention", launches.named("attention", attention))
+        patch.setattr(decoder_block, "gated", launches.named("gated", gated))
+        with_epilogue = launches.named("product with epilogue", decoder_block._with_epilogue)
+        patch.setattr(decoder_block, "_with_epilogue", with_epilogue)
+        yield seen
+
+
+PACKED, PLAIN, BIASED, EPILOGUE = "bcq_linear_prepared", "mm", "addmm", "product with epilogue"
+GATED_BLOCK = ["norm", PACKED, "attention", EPILOGUE, "norm", PACKED, "gated", EPILOGUE]
+SEQUENCES = {
+    ("mistral", "bcq-w3-g32"): GATED_BLOCK,
+    ("qwen2", "bcq-w3-g32"): GATED_BLOCK,
+    ("qwen3", "bcq-w3-g32"): ["norm", PACKED, "norm", "norm", *GATED_BLOCK[2:]],
+    ("opt", "bcq-w3-g32"): ["norm", PACKED, "attention", EPILOGUE, "norm", EPILOGUE, EPILOGUE],
+    ("llama", None): ["norm", PLAIN, "attention", PLAIN, "add_norm", PLAIN, "gated", PLAIN, "add"],
+    ("opt", None): ["norm", BIASED, "attention", BIASED, "add_norm", BIASED, "relu", BIASED, "add"],
+}
+
+
+@pytest.mark.parametrize(("family", "method"), SEQUENCES, ids=lambda value: value or "float")
+def test_a_block_launches_these_kernels_and_no_others(
+    family: str, method: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(COVERED[family])
+    if method is not None:
+        packed(model, method)
+    ids = torch.randint(5, 50, (1, 9))
+    plain = start(model, ids, 32, fast=False)
+    expected = next_logits(plain)
+    with stand_ins(monkeypatch) as launched:
+        fast = start(model, ids, 32, fast=True)
+        torch.testing.assert_close(next_logits(fast), expected, rtol=RTOL, atol=RTOL)
+    assert launched == [SEQUENCES[family, method]] * 2
+    for own, other in zip(fast.cache.layers, plain.cache.layers, strict=True):
+        torch.testing.assert_close(own.keys, other.keys, rtol=RTOL, atol=RTOL)
+        torch.testing.assert_close(own.values, other.values, rtol=RTOL, atol=RTOL)
