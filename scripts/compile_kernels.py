@@ -11,9 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
-from quantkit.cli.script import needed_gpu, run_script
 from quantkit.cuda.compile import CompileUnit, cached_cubin, target
 from quantkit.ops.instances import all_units
+from scripts.common import needed_gpu, run_script
 
 
 def _compile(job: tuple[CompileUnit, str]) -> None:

@@ -1,6 +1,6 @@
 """How long a checkpoint of a model's shape takes to load onto a GPU, kernels' order included, beyond reading its bytes.
 
-python scripts/load_time.py [--shape llama-2-7b] [--method bcq-w4-g128] [--json FILE]
+python scripts/nuqmm/load_time.py [--shape llama-2-7b] [--method bcq-w4-g128] [--json FILE]
 
 The weights are random. Files are in the page cache both times, so the difference is what loading itself costs.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,10 +21,10 @@ from quantkit.bench.methods import method_spec
 from quantkit.bench.report import environment
 from quantkit.bench.shapes import model_shape
 from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, config_to_json
-from quantkit.cli.common import check_json_path, write_json
-from quantkit.cli.script import needed_gpu, run_script
+from quantkit.cli.common import check_json_path
 from quantkit.integrations.transformers import attach_config, load_checkpoint
 from quantkit.nn.quantized_linear import QuantizedLinear
+from scripts.common import command_line, needed_gpu, run_script, write_document
 
 _READ_BYTES = 1 << 24
 
@@ -88,8 +87,8 @@ def main() -> None:
     check_json_path(options.json)
     device = needed_gpu()
     result = measure(options.shape, options.method, device)
-    command = " ".join(["python", *sys.argv])
-    write_json(options.json, {"command": command, "environment": environment(device), "results": [result]})
+    document = {"command": command_line(), "environment": environment(device), "results": [result]}
+    write_document(options.json, document)
     print(*(f"{key} {value}" for key, value in result.items()), sep="\n")
 
 

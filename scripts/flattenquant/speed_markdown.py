@@ -1,9 +1,10 @@
-"""Writes a document of scripts/flattenquant_speed.py as Markdown, the paper's columns beside ours."""
+"""Writes a document of scripts/flattenquant/speed.py as Markdown, the paper's columns beside ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
+
+from scripts.common import titled_table
 
 # FlattenQuant on an A100 80 GB. Table 5 in ms; Table 6 in GB by model and method: batch 1, 8, 32 of 512, 1024, 2048.
 PAPER_TABLE5 = {"flatten_quantize": 0.19, "fp16": 3.12, "int8_gemm": 2.35, "int4_gemm": 1.57}
@@ -26,7 +27,8 @@ def markdown(document: dict[str, Any]) -> str:
     """Every table for which rows were measured, with the machine they were measured on."""
     facts = document["environment"]
     named = ", ".join(f"{name} {facts[name]}" for name in ("driver", "cuda", "torch", "cupy", "python", "commit"))
-    parts = [f"Measured on {facts['device']} ({named}) by\n\n    {document['command']}"]
+    run = "by this command, whose script is scripts/flattenquant/speed.py today"
+    parts = [f"Measured on {facts['device']} ({named}) {run}\n\n    {document['command']}"]
     if "kernels" in document:
         parts += [_table5(document["kernels"]), _flattening(document["kernels"]), _products(document["kernels"])]
     if "linears" in document:
@@ -41,11 +43,6 @@ def markdown(document: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _table(title: str, columns: tuple[str, ...], lines: Iterable[Iterable[str]]) -> str:
-    rows = [" | ".join(line) for line in (columns, ("---",) * len(columns), *lines)]
-    return f"### {title}\n\n" + "\n".join(f"| {row} |" for row in rows)
-
-
 def _table5(rows: list[Row]) -> str:
     def ours(what: str) -> str:
         found = [r for r in rows if r["what"] == what and r["M"] == _ROWS5]
@@ -56,7 +53,7 @@ def _table5(rows: list[Row]) -> str:
     lines = [[what, ours(what), f"{paper:.2f}"] for what, paper in PAPER_TABLE5.items()]
     extra = [[what, ours(what), ""] for what in ("torch._int_mm", "fp8")]
     title = "Table 5: 8 x 2048 tokens, 4096 channels, 1024 extended, ms"
-    return _table(title, ("operator", "ours", "paper, A100"), lines + extra)
+    return titled_table(title, ("operator", "ours", "paper, A100"), lines + extra)
 
 
 def _flattening(rows: list[Row]) -> str:
@@ -67,7 +64,7 @@ def _flattening(rows: list[Row]) -> str:
         if r["what"] == "flatten_quantize"
     ]
     columns = ("rows", "channels", "extended", "GB/s", "us", "of the read bandwidth")
-    return _table("flatten_quantize", columns, lines)
+    return titled_table("flatten_quantize", columns, lines)
 
 
 def _products(rows: list[Row]) -> str:
@@ -81,14 +78,14 @@ def _products(rows: list[Row]) -> str:
         what = r["what"] + (", uniform codes" if r["data"] == "uniform" else "")
         lines.append([" x ".join(map(str, shape)), what, f"{r['us']:.0f}", str(r["tera_ops"]), percent, faster])
     columns = ("M x N x K", "product", "us", "10^12 operations/s", "of the INT8 rate", "x fp16")
-    return _table("Products", columns, lines)
+    return titled_table("Products", columns, lines)
 
 
 def _linears(rows: list[Row]) -> str:
     base = {r["model"]: r["block_ms"] for r in rows if r["method"] == "fp16"}
     lines = [[r["model"], r["method"], f"{r['block_ms']:.2f}", f"{base[r['model']] / r['block_ms']:.2f}"] for r in rows]
     columns = ("model", "method", "ms per block", "x fp16")
-    return _table("Linears of one block, 8 x 2048 tokens, flattening included", columns, lines)
+    return titled_table("Linears of one block, 8 x 2048 tokens, flattening included", columns, lines)
 
 
 def _attention(rows: list[Row]) -> str:
@@ -104,7 +101,7 @@ def _attention(rows: list[Row]) -> str:
         faster = f"{fp16[problem(r)] / r['us']:.2f}"
         lines.append([*problem(r), r["what"], f"{r['us']:.0f}", str(r["tera_ops"]), percent, faster])
     columns = ("tokens", "heads", "", "us", "10^12 operations/s", "of the INT8 rate of warp products", "x fp16")
-    return _table("Causal attention, quantizing included", columns, lines)
+    return titled_table("Causal attention, quantizing included", columns, lines)
 
 
 def _prefill(name: str, rows: list[Row]) -> str:
@@ -129,7 +126,7 @@ def _prefill(name: str, rows: list[Row]) -> str:
 
     lines = [[str(b), str(n), *(cell(m, (b, n)) for m in methods), rate((b, n)), memory((b, n))] for b, n in sizes]
     columns = ("batch", "tokens", *methods, "O1: tokens/s, 10^12 operations/s", "O3: peak memory GB")
-    return _table(f"Fig 4: {name}, one context pass, ms (times fp16)", columns, lines)
+    return titled_table(f"Fig 4: {name}, one context pass, ms (times fp16)", columns, lines)
 
 
 def _memory(rows: list[Row]) -> str:
@@ -152,4 +149,4 @@ def _memory(rows: list[Row]) -> str:
                     texts.append(f"{row['peak_bytes'] / 1e9:.1f}{note}{above}")
             lines.append([model, method, kind, *texts])
     sizes = tuple(f"{batch} x {length}" for batch, length in SIZES_TABLE6)
-    return _table("Table 6: peak memory, GB (of fp16)", ("model", "method", "", *sizes), lines)
+    return titled_table("Table 6: peak memory, GB (of fp16)", ("model", "method", "", *sizes), lines)

@@ -1,7 +1,7 @@
 """The tables of docs/bipolar.md: Bipolar-INT Tables 1 and 2 and the throughput of Figs 5-6 on this machine's GPU.
 
-    python scripts/bipolar_tables.py --json docs/results/bipolar-h200.json      # measure (one GPU, about 2.5 minutes)
-    python scripts/bipolar_tables.py --render docs/results/bipolar-h200.json    # print the tables of a finished run
+    python scripts/bipolar/tables.py --json docs/results/bipolar-h200.json      # measure (one GPU, about 2.5 minutes)
+    python scripts/bipolar/tables.py --render docs/results/bipolar-h200.json    # print the tables of a finished run
 
 "product" is the product with its fused epilogue on activations that are quantized already, like the paper's; "op" is
 the whole Linear, with the quantizer of the activations. Inputs rotate through more memory than the L2 cache holds,
@@ -25,8 +25,7 @@ from torch import Tensor
 from quantkit.bench.bursts import measure_bursts
 from quantkit.bench.report import environment
 from quantkit.bench.timing import measure, peak_bandwidth, rotation_length
-from quantkit.cli.common import check_json_path, write_json
-from quantkit.cli.script import needed_gpu, run_script
+from quantkit.cli.common import check_json_path
 from quantkit.cuda.device import processor_count
 from quantkit.errors import BenchError
 from quantkit.ops.bipolar.launch import (
@@ -40,6 +39,7 @@ from quantkit.ops.bipolar.launch import (
 )
 from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight
 from quantkit.ops.bipolar.op import bipolar_prepared_linear, bipolar_prepared_linear_reference
+from scripts.common import markdown_table, needed_gpu, run_script, write_document
 
 Shape = tuple[int, int, int]
 SQUARES = [(size, size, size) for size in (128, 256, 512, 1024, 2048, 4096, 8192)]
@@ -272,41 +272,41 @@ def render(entries: Sequence[dict[str, Any]], shapes: Sequence[Shape], *, tops: 
     shapes = [shape for shape in shapes if ("fp16", *shape) in measured]
     names = [name for name in dict.fromkeys(e["what"] for e in entries) if any((name, *s) in measured for s in shapes)]
     title = "Top/s" if tops else "us (x fp16, % of peak)"
-    lines = [f"| {title} |" + "".join(f" {m} x {n} x {k} |" for m, n, k in shapes), "|---" * (len(shapes) + 1) + "|"]
+    lines = []
     for name in names:
         cells = [_cell(measured.get((name, *shape)), measured["fp16", *shape]["us"], tops) for shape in shapes]
-        lines.append(f"| {name} |" + "|".join(cells) + "|")
-    return "\n".join(lines)
+        lines.append([name, *cells])
+    return markdown_table([title, *(f"{m} x {n} x {k}" for m, n, k in shapes)], lines)
 
 
 def _cell(found: dict[str, Any] | None, fp16_us: float, tops: bool) -> str:
     if found is None:
-        return " "
+        return ""
     if tops:
-        return f" {2e-6 * found['M'] * found['N'] * found['K'] / found['us']:.0f} "
+        return f"{2e-6 * found['M'] * found['N'] * found['K'] / found['us']:.0f}"
     percent = f", {found['percent_of_peak']:.0f} %" if "percent_of_peak" in found else ""
     path = {"gemv": " GEMV", "int8": " INT8"}.get(found.get("path", ""), "")
-    return f" {found['us']:.1f} ({fp16_us / found['us']:.2f}{percent}{path}) "
+    return f"{found['us']:.1f} ({fp16_us / found['us']:.2f}{percent}{path})"
 
 
 def render_bursts(entries: Sequence[dict[str, Any]], bursts: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of both times of each case, up to a second without pause and in bursts, with the clocks."""
     sustained, short = ({(e["what"], e["M"], e["N"], e["K"]): e for e in times} for times in (entries, bursts))
     shapes = list(dict.fromkeys((e["M"], e["N"], e["K"]) for e in bursts))
-    title = "".join(f" {m} x {n} x {k}, sustained | burst |" for m, n, k in shapes)
-    lines = ["| us (x fp16, % of peak) |" + title, "|---" * (2 * len(shapes) + 1) + "|"]
+    titles = [title for m, n, k in shapes for title in (f"{m} x {n} x {k}, sustained", "burst")]
+    lines = []
     for name in dict.fromkeys(e["what"] for e in bursts):
         cells = [
             _cell(times.get((name, *shape)), times["fp16", *shape]["us"], False) + _clock(times.get((name, *shape)))
             for shape in shapes
             for times in (sustained, short)
         ]
-        lines.append(f"| {name} |" + "|".join(cells) + "|")
-    return "\n".join(lines)
+        lines.append([name, *cells])
+    return markdown_table(["us (x fp16, % of peak)", *titles], lines)
 
 
 def _clock(found: dict[str, Any] | None) -> str:
-    return f"at {found['sm_mhz']} MHz " if found and "sm_mhz" in found else ""
+    return f" at {found['sm_mhz']} MHz" if found and "sm_mhz" in found else ""
 
 
 def report(entries: Sequence[dict[str, Any]], bursts: Sequence[dict[str, Any]] = ()) -> str:
@@ -335,7 +335,7 @@ def main() -> None:
     options = parser.parse_args()
     check_json_path(options.json)
     document = json.loads(options.render.read_text()) if options.render else run()
-    write_json(options.json, document)
+    write_document(options.json, document)
     print(report(document["entries"], document.get("bursts", ())))
 
 

@@ -1,7 +1,7 @@
 """Bipolar-INT Fig 7: decoding and context speed of 7B-shaped models against fp16 and bitsandbytes NF4, in one run.
 
-    python scripts/bipolar_models.py --json docs/results/bipolar-models-h200.json      # one GPU, about 2 minutes
-    python scripts/bipolar_models.py --render docs/results/bipolar-models-h200.json    # print a finished run
+    python scripts/bipolar/models.py --json docs/results/bipolar-models-h200.json      # one GPU, about 2 minutes
+    python scripts/bipolar/models.py --render docs/results/bipolar-models-h200.json    # print a finished run
 
 The models have random weights; only their shapes are those of Llama-2-7B, OPT-6.7B and BLOOM-7B. Decoding: one token
 after a prompt, static KV cache, one CUDA graph per token. Context: a forward of the whole prompt, one CUDA graph.
@@ -30,13 +30,13 @@ from quantkit.bench.methods import method_spec
 from quantkit.bench.report import environment
 from quantkit.bench.shapes import MODELS
 from quantkit.bench.timing import check_peak, check_result, peak_bandwidth
-from quantkit.cli.common import check_json_path, write_json
-from quantkit.cli.script import needed_gpu, run_script
+from quantkit.cli.common import check_json_path
 from quantkit.models.families import block_linears, decoder_blocks
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.runtime.causal_mask import plain_causal
 from quantkit.runtime.cuda_graph import capture
 from quantkit.runtime.generation import captured_step, start
+from scripts.common import markdown_table, needed_gpu, run_script, write_document
 
 SHAPES = ("llama-2-7b", "opt-6.7b", "bloom-7b")
 FP16, NF4 = "fp16", "bitsandbytes nf4"
@@ -165,19 +165,18 @@ def render(results: Sequence[dict[str, Any]]) -> str:
     """A Markdown table: milliseconds per token and per context, in brackets times fp16."""
     base = {row["model"]: row for row in results if row["method"] == FP16}
     names = list(base)
-    head = "".join(f" {name}, decode | context of {CONTEXT} |" for name in names)
-    lines = [f"| ms (x fp16) |{head}", "|---" * (2 * len(names) + 1) + "|"]
+    columns = ["ms (x fp16)", *(title for name in names for title in (f"{name}, decode", f"context of {CONTEXT}"))]
+    lines = []
     found = {(row["model"], row["method"]): row for row in results}
     for method in dict.fromkeys(row["method"] for row in results):
         cells = [
-            f" {found[name, method][key]:.2f} ({base[name][key] / found[name, method][key]:.2f}) "
+            f"{found[name, method][key]:.2f} ({base[name][key] / found[name, method][key]:.2f})"
             for name in names
             for key in ("decode_ms", "context_ms")
         ]
-        lines.append(f"| {method} |" + "|".join(cells) + "|")
-    if not any(row["method"] == NF4 for row in results):
-        lines.append("\nbitsandbytes was not installed; NF4 is not measured.")
-    return "\n".join(lines)
+        lines.append([method, *cells])
+    unmeasured = "" if any(row["method"] == NF4 for row in results) else "\n\nNF4 is not measured: no bitsandbytes."
+    return markdown_table(columns, lines) + unmeasured
 
 
 def main() -> None:
@@ -192,7 +191,7 @@ def main() -> None:
         results = json.loads(options.render.read_text())["results"]
     else:
         results = list(run(options.models.split(",")))
-        write_json(options.json, {"environment": environment(torch.device("cuda")), "results": results})
+        write_document(options.json, {"environment": environment(torch.device("cuda")), "results": results})
     print(render(results))
 
 

@@ -6,17 +6,11 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from scripts.quality import table
 from tests.cli.calls import run
-from tests.scripts.load import load_script
-
-
-@pytest.fixture
-def table() -> ModuleType:
-    return load_script("quality_table")
 
 
 def in_process(*arguments: str) -> float:
@@ -26,7 +20,6 @@ def in_process(*arguments: str) -> float:
 
 
 def test_rows_say_where_and_how(
-    table: ModuleType,
     tiny_model: Callable[[str], Path],
     text_file: Path,
     tmp_path: Path,
@@ -43,7 +36,7 @@ def test_rows_say_where_and_how(
     arguments = [str(tiny_model("opt")), "--name", "tiny", "--text", str(text_file), "--seq-len", "16"]
     arguments += ["--calibration-text", str(text_file), "--windows", "2", "--work", str(tmp_path / "work")]
     arguments += ["--recipes", "rtn-w4-g128+group_size=32", "--max-windows", "2", "--json", str(document)]
-    monkeypatch.setattr(sys, "argv", ["quality_table.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["table.py", *arguments])
     table.main()
     first, row = json.loads(document.read_text())["rows"]
     assert first == kept

@@ -1,6 +1,6 @@
 """Write a copy of a model whose norms put out a few outlier channels, with the same function.
 
-python scripts/inject_outliers.py MODEL OUT --factor 50 --channels 4
+python scripts/flattenquant/inject_outliers.py MODEL OUT --factor 50 --channels 4
 
 The gain (and bias) of the chosen channels of every norm that feeds Linears is multiplied by the factor and the
 columns of those Linears are divided by it: what large language models do by themselves (FlattenQuant section 3.1:
@@ -16,6 +16,7 @@ import torch
 
 from quantkit.models.families import LINEAR_TYPES, decoder_blocks, feeds_of, linear_weight
 from quantkit.models.loading import load_model
+from scripts.common import run_script
 
 
 @torch.no_grad()
@@ -61,4 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -1,7 +1,7 @@
 """The section "Speed" of docs/flattenquant.md: FlattenQuant Tables 5 and 6 and Fig 4 on this machine's GPU.
 
-    python scripts/flattenquant_speed.py --json docs/results/flattenquant-speed-h200.json      # measure, 4 minutes
-    python scripts/flattenquant_speed.py --render docs/results/flattenquant-speed-h200.json \
+    python scripts/flattenquant/speed.py --json docs/results/flattenquant-speed-h200.json      # measure, 4 minutes
+    python scripts/flattenquant/speed.py --render docs/results/flattenquant-speed-h200.json \
         --markdown docs/flattenquant.md                                                        # write a run's tables
 
 Models are shapes with random weights, INT4 layers and extended channels in the paper's shares. Kernels read inputs that
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flattenquant_speed_markdown import markdown
 from torch import Tensor, nn
 
 from quantkit.bench.attention import HeadShape, check_int8_attention, code_steps, random_heads
@@ -30,7 +29,6 @@ from quantkit.bench.report import environment
 from quantkit.bench.shapes import model_linears, model_shape
 from quantkit.bench.timing import Timing, measure, peak_bandwidth, rotation_length
 from quantkit.cli.common import check_json_path
-from quantkit.cli.script import chosen, needed_gpu, run_script
 from quantkit.errors import BenchError
 from quantkit.formats.flatten import pack_nibbles
 from quantkit.formats.table import stored_bytes
@@ -45,8 +43,9 @@ from quantkit.ops.flatten.op import (
     tile_codes,
     untile_codes,
 )
+from scripts.common import chosen, command_line, needed_gpu, replace_section, run_script, write_document
+from scripts.flattenquant.speed_markdown import markdown
 
-BEGIN, END = "<!-- speed: begin -->", "<!-- speed: end -->"
 INT8_PEAKS = {"NVIDIA H200": 1.928e15}  # measured with warpgroup products alone, operations/s
 INT8_WARP_PEAKS = {"NVIDIA H200": 1.156e15}  # the same with warp products
 TOKENS, EXTENDED = 8 * 2048, 1024
@@ -251,7 +250,7 @@ def memory(device: torch.device) -> Iterator[dict[str, Any]]:
 def run(device: torch.device, only: str) -> dict[str, Any]:
     """The document of the chosen parts."""
     torch.manual_seed(0)
-    document: dict[str, Any] = {"command": " ".join(["python", *sys.argv]), "environment": environment(device)}
+    document: dict[str, Any] = {"command": command_line(), "environment": environment(device)}
     makers: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "kernels": lambda: kernels(device),
         "linears": lambda: linears(device),
@@ -282,15 +281,11 @@ def main() -> None:
     check_json_path(options.json)
     if options.render is None:
         document = run(needed_gpu(), options.only)
-        if options.json is not None:
-            options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_document(options.json, document)
     else:
         document = json.loads(options.render.read_text(encoding="utf-8"))
     tables = markdown(document)
-    if options.markdown is not None:
-        text = options.markdown.read_text(encoding="utf-8")
-        head, tail = text.split(BEGIN)[0], text.split(END)[1]
-        options.markdown.write_text(f"{head}{BEGIN}\n{tables}\n{END}{tail}", encoding="utf-8")
+    replace_section(options.markdown, "speed", tables)
     print(tables)
 
 

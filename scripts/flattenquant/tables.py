@@ -1,9 +1,9 @@
 """FlattenQuant's Tables 3, 4, 7, 8, 9 and 10 on real models, by the functions behind the quantkit commands.
 
-python scripts/flattenquant_tables.py smollm2-135m@2048 wiki-opt-34m@1024+20 --text wiki.test.jsonl
+python scripts/flattenquant/tables.py smollm2-135m@2048 wiki-opt-34m@1024+20 --text wiki.test.jsonl
     --calibration-text c4.txt --json docs/results/flattenquant.json --markdown docs/flattenquant.md
 
-A model is NAME@SEQ_LEN, or NAME@SEQ_LEN+FACTOR for a copy with injected outliers (scripts/inject_outliers.py).
+A model is NAME@SEQ_LEN, or NAME@SEQ_LEN+FACTOR for a copy with injected outliers (inject_outliers.py beside this).
 Rows already in the JSON file are kept, so an interrupted run goes on; --only takes a part of the tables. The
 Markdown file keeps its own text: what stands between the two marker lines is replaced by the tables.
 """
@@ -11,7 +11,6 @@ Markdown file keeps its own text: what stands between the two marker lines is re
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from dataclasses import asdict
@@ -19,10 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flattenquant_markdown import markdown
-from flattenquant_runs import LEVELS, TABLES, Run
-from inject_outliers import save_with_outliers
-from quality_table import environment
 
 from quantkit.calibration.artifact import save_calibration
 from quantkit.calibration.runner import calibrate
@@ -33,11 +28,14 @@ from quantkit.jobs.quantize import quantize_model
 from quantkit.models.loading import load_model
 from quantkit.nn.clipping import count_clipping
 from quantkit.recipe import load_recipe
+from scripts.common import environment_of, read_document, replace_section, run_script, write_document
+from scripts.flattenquant.inject_outliers import save_with_outliers
+from scripts.flattenquant.runs import LEVELS, TABLES, Run
+from scripts.flattenquant.tables_markdown import markdown
 
 CALIBRATION_WINDOWS, CALIBRATION_SEQ_LEN = 32, 512
 EVALUATED_TOKENS = 16384
 INJECTED_CHANNELS = 4
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
 
 def measure(model: str, run: Run, work: Path, options: argparse.Namespace, seq_len: int) -> dict[str, Any]:
@@ -89,7 +87,7 @@ def measure_model(
     runs = {run.key: run for table in tables for run in TABLES[table] if run.key not in done}
     if not runs:
         return
-    here = environment(options.device)
+    here = environment_of(options.device)
     there = entry.setdefault("environment", here)
     with tempfile.TemporaryDirectory() as folder:
         work, model = Path(folder), source
@@ -116,7 +114,7 @@ def measure_model(
                 row["environment"] = here
             entry["rows"].append(row)
             print(argument, run.key, f"{row['evaluation']['perplexity']:.3f}", file=sys.stderr, flush=True)
-            keep.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            write_document(keep, document)
 
 
 def main() -> None:
@@ -131,17 +129,14 @@ def main() -> None:
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     options.path = dict(item.split("=", 1) for item in options.path)
-    document = json.loads(options.json.read_text()) if options.json.exists() else {"models": {}}
+    document = read_document(options.json, {"models": {}})
     torch.manual_seed(0)
     for model in options.models:
         measure_model(model, options.only.split(","), options, document, options.json)
     tables = markdown(document)
-    if options.markdown:
-        text = options.markdown.read_text(encoding="utf-8")
-        head, tail = text.split(BEGIN)[0], text.split(END)[1]
-        options.markdown.write_text(f"{head}{BEGIN}\n{tables}\n{END}{tail}", encoding="utf-8")
+    replace_section(options.markdown, "tables", tables)
     print(tables)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -1,4 +1,4 @@
-"""What scripts/flattenquant_tables.py measures: the runs of each of the paper's tables."""
+"""What scripts/flattenquant/tables.py measures: the runs of each of the paper's tables."""
 
 from __future__ import annotations
 

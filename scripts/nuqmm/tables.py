@@ -1,6 +1,6 @@
 """The speed tables and figures of nuQmm with the paper's own numbers beside ours.
 
-python scripts/nuqmm_tables.py [--json FILE] [--markdown FILE] [--only table2,table3,table4,fig8,fig9]
+python scripts/nuqmm/tables.py [--json FILE] [--markdown FILE] [--only table2,table3,table4,fig8,fig9]
 
 The paper measured an A100 with its own kernel; ratios compare, microseconds do not. Every time comes from
 ``quantkit bench linear``'s rules: cold L2, graph replay, result checked in the same run. Needs a GPU.
@@ -9,7 +9,6 @@ The paper measured an A100 with its own kernel; ratios compare, microseconds do 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,9 +19,9 @@ from quantkit.bench.kernels import LinearBench, LinearResult, run_linear
 from quantkit.bench.report import environment, to_json
 from quantkit.bench.shapes import PAPER_SHAPES, LinearShape, parse_shapes
 from quantkit.cli.common import check_json_path
-from quantkit.cli.script import chosen, needed_gpu, run_script
 from quantkit.formats.bcq import ROW_WISE, BcqSpec
 from quantkit.formats.table import stored_bytes
+from scripts.common import chosen, markdown_table, needed_gpu, run_script, write_document
 
 CUDA = torch.device("cuda")
 FP16_BYTES = 2
@@ -63,18 +62,12 @@ def measure(shapes: Sequence[LinearShape], methods: Sequence[str], *, energy: bo
     return list(run_linear(LinearBench(shapes, methods, (1,), CUDA, energy)))
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Markdown lines."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return lines + ["| " + " | ".join(row) + " |" for row in rows]
-
-
 def bits_of(result: LinearResult) -> int:
     """q from the method's name."""
     return int(result.method.split("-")[1][1:])
 
 
-def table2() -> tuple[list[str], list[LinearResult]]:
+def table2() -> tuple[str, list[LinearResult]]:
     """Memory and latency against FP16, row-wise scales."""
     results = measure(PAPER_SHAPES["nuqmm-table2"], [method(bits) for bits in (2, 3, 4, 5)])
     rows = []
@@ -87,10 +80,10 @@ def table2() -> tuple[list[str], list[LinearResult]]:
             (str(r.rows), str(bits_of(r)), *ours, f"{megabytes}", f"{fp16}", f"{latency}", f"x{fp16 / latency:.1f}")
         )
     header = ("m = n", "q", "MB", "FP16 us", "us", "speed-up", "paper MB", "paper FP16", "paper us", "paper")
-    return table(header, rows), results
+    return markdown_table(header, rows), results
 
 
-def table3() -> tuple[list[str], list[LinearResult]]:
+def table3() -> tuple[str, list[LinearResult]]:
     """Speed-up, power and energy against cuBLAS on one GPU, row-wise scales."""
     results = measure(PAPER_SHAPES["nuqmm-table3"], [method(2), method(4)], energy=True)
     rows = []
@@ -108,10 +101,10 @@ def table3() -> tuple[list[str], list[LinearResult]]:
             )
         )
     header = ("m", "q", "speed-up", "W", "GPU %", "memory %", "mJ", "cuBLAS mJ", "normalized")
-    return table((*header, "paper speed-up", "paper mJ", "paper normalized"), rows), results
+    return markdown_table((*header, "paper speed-up", "paper mJ", "paper normalized"), rows), results
 
 
-def table4() -> tuple[list[str], list[LinearResult]]:
+def table4() -> tuple[str, list[LinearResult]]:
     """The four matrices of a GPT-3 175B layer."""
     results = measure(PAPER_SHAPES["gpt3-175b"], [method(2), method(4)], energy=True)
     rows = []
@@ -121,10 +114,10 @@ def table4() -> tuple[list[str], list[LinearResult]]:
         speed_up, normalized = TABLE_4[r.shape][bits_of(r)]
         ratio = r.energy.millijoules / r.baseline_energy.millijoules
         rows.append((r.shape, str(bits_of(r)), f"x{r.speed_up:.2f}", f"{ratio:.2f}", f"x{speed_up}", f"{normalized}"))
-    return table(("layer", "q", "speed-up", "energy", "paper speed-up", "paper energy"), rows), results
+    return markdown_table(("layer", "q", "speed-up", "energy", "paper speed-up", "paper energy"), rows), results
 
 
-def fig8() -> tuple[list[str], list[LinearResult]]:
+def fig8() -> tuple[str, list[LinearResult]]:
     """Latency against g, over that of row-wise scales (q = 2)."""
     shapes = PAPER_SHAPES["nuqmm-table2"]
     results = measure(shapes, [method(2, group) for group in GROUPS])
@@ -132,10 +125,10 @@ def fig8() -> tuple[list[str], list[LinearResult]]:
     for shape in shapes:
         own = [r for r in results if r.shape == shape.name]
         rows.append((shape.name, *(f"{r.median_us:.1f} ({r.median_us / own[-1].median_us:.2f})" for r in own)))
-    return table(("m = n", *(f"g = {group}" for group in GROUPS)), rows), results
+    return markdown_table(("m = n", *(f"g = {group}" for group in GROUPS)), rows), results
 
 
-def fig9() -> tuple[list[str], list[LinearResult]]:
+def fig9() -> tuple[str, list[LinearResult]]:
     """Latency against compression ratio, m = n = 12288, every (q, g)."""
     results = measure(parse_shapes("12288x12288"), [method(bits, group) for bits in (2, 3, 4, 5) for group in GROUPS])
     points = []
@@ -145,10 +138,10 @@ def fig9() -> tuple[list[str], list[LinearResult]]:
         ratio = FP16_BYTES * r.rows * r.columns / stored_bytes(spec, (r.rows, r.columns))
         points.append((ratio, (f"{ratio:.2f}", str(bits_of(r)), group, f"{r.median_us:.1f}", f"x{r.speed_up:.2f}")))
     rows = [row for _, row in sorted(points)]
-    return table(("compression", "q", "g", "us", "over FP16"), rows), results
+    return markdown_table(("compression", "q", "g", "us", "over FP16"), rows), results
 
 
-PARTS: dict[str, tuple[str, Callable[[], tuple[list[str], list[LinearResult]]]]] = {
+PARTS: dict[str, tuple[str, Callable[[], tuple[str, list[LinearResult]]]]] = {
     "table2": ("Table 2: memory and latency against FP16 (g = row)", table2),
     "table3": ("Table 3: energy against cuBLAS on one GPU (g = row)", table3),
     "table4": ("Table 4: the matrices of GPT-3 175B (g = row)", table4),
@@ -167,18 +160,17 @@ def main() -> None:
     check_json_path(options.markdown, "--markdown")
     parts = chosen("--only", options.only, PARTS)
     needed_gpu()
-    lines: list[str] = []
+    sections: list[str] = []
     results = {}
     for name in parts:
         title, run = PARTS[name]
         text, measured = run()
-        lines += [f"### {title}", "", *text, ""]
+        sections.append(f"### {title}\n\n{text}\n")
         results[name] = [asdict(result) for result in measured]
-        print("\n".join(lines[-len(text) - 3 :]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(to_json(environment(CUDA), **results), indent=1) + "\n", encoding="utf-8")
+        print(sections[-1], flush=True)
+    write_document(options.json, to_json(environment(CUDA), **results))
     if options.markdown:
-        options.markdown.write_text("\n".join(lines), encoding="utf-8")
+        options.markdown.write_text("\n".join(sections), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One row of activations: quantkit's GEMV beside what torch has, same GPU, same run, same timing rules.
 
-python scripts/compare_gemv.py [--sizes 4096,8192,12288,16384] [--json FILE] [--markdown FILE]
+python scripts/nuqmm/compare_gemv.py [--sizes 4096,8192,12288,16384] [--json FILE] [--markdown FILE]
 
 fp16 is F.linear, fp8 torch._scaled_mm (e4m3 both sides), tinygemm torch._weight_int4pack_mm (bf16, g = 128); ours
 are nuqmm-qN-g128 (no offset), activation planes included.
@@ -9,7 +9,6 @@ are nuqmm-qN-g128 (no offset), activation planes included.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,9 +21,9 @@ from quantkit.bench.report import environment, to_json
 from quantkit.bench.shapes import parse_shapes
 from quantkit.bench.timing import measure, rotation_length
 from quantkit.cli.common import check_json_path
-from quantkit.cli.script import needed_gpu, run_script
 from quantkit.ops.bcq.launch import lut_gemv
-from quantkit.ops.bcq.layout import BcqTiles
+from scripts.common import markdown_table, needed_gpu, run_script, write_document
+from scripts.nuqmm.tune_bcq import random_tiles
 
 CUDA = torch.device("cuda")
 GROUP = 128
@@ -55,13 +54,10 @@ PEERS: dict[str, tuple[Callable[[int], Callable[[], Any]], float]] = {"fp8": (fp
 def lookup(bits: int, size: int) -> float:
     """Microseconds of bcq_lut_gemv."""
     count = rotation_length(size * size * bits // 8, CUDA)
-    shape = (size // 16, size // 256, bits, 128)
     x = torch.randn(1, size, device=CUDA).half()
 
     def call() -> Callable[[], Any]:
-        tiles = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=CUDA)
-        scales = torch.rand(size // 16, size // GROUP, 8, bits, 2, device=CUDA).half()
-        weight = BcqTiles(tiles, scales, None, size, size, GROUP)
+        weight = random_tiles(bits, size, GROUP, offset=False)
         return lambda: lut_gemv(x, weight, None, settled=True)
 
     calls = [call() for _ in range(count)]
@@ -89,16 +85,16 @@ def compare(size: int) -> dict[str, Any]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The table of docs/bcq.md."""
-    header = ["m = n", "fp16", *PEERS, "LUT q=2", "LUT q=4", *(f"q={bits}" for bits in BITS)]
-    lines = ["| " + " | ".join([*header, "q=4 % of peak"]) + " |", "|" + "---|" * (len(header) + 1)]
+    header = ["m = n", "fp16", *PEERS, "LUT q=2", "LUT q=4", *(f"q={bits}" for bits in BITS), "q=4 % of peak"]
+    lines = []
     for row in rows:
         ours = [row[f"nuqmm-q{bits}-g{GROUP}"] for bits in BITS]
         peers = ["-" if row[name] is None else f"{row[name]:.1f}" for name in PEERS]
         luts = [f"{row['lut'][bits]:.1f}" for bits in (2, 4)]
         percent = "-" if ours[-1]["peak_percent"] is None else f"{ours[-1]['peak_percent']:.0f}"
         cells = [str(row["size"]), f"{row['fp16']:.1f}", *peers, *luts, *(f"{r['median_us']:.1f}" for r in ours)]
-        lines.append("| " + " | ".join([*cells, percent]) + " |")
-    return "\n".join(lines) + "\n"
+        lines.append([*cells, percent])
+    return markdown_table(header, lines) + "\n"
 
 
 def main() -> None:
@@ -112,8 +108,7 @@ def main() -> None:
     needed_gpu()
     rows = [compare(int(size)) for size in options.sizes.split(",")]
     print(markdown(rows))
-    if options.json:
-        options.json.write_text(json.dumps(to_json(environment(CUDA), rows=rows), indent=1) + "\n", encoding="utf-8")
+    write_document(options.json, to_json(environment(CUDA), rows=rows))
     if options.markdown:
         options.markdown.write_text(markdown(rows), encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """Perplexity, size and time of a model and of its quantized forms, each by the quantkit commands a user types.
 
-python scripts/quality_table.py MODEL --text wiki.test.jsonl --calibration-text c4.txt --recipes bcq-w4-g128,...
+python scripts/quality/table.py MODEL --text wiki.test.jsonl --calibration-text c4.txt --recipes bcq-w4-g128,...
     --seq-len 2048 --max-windows 8 --json docs/results/quality-MODEL.json
 
 A recipe may carry settings: bcq-w4-g128+group_size=64. Rows already in the JSON file are kept, so an interrupted run
@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from scripts.common import environment_of, markdown_table, read_document, run_script, write_document
 
 CALIBRATION_SEQ_LEN = 512
 ARTIFACT = "c.safetensors"
@@ -45,7 +44,7 @@ def command(*arguments: str, options: argparse.Namespace) -> list[str]:
 def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict[str, Any]:
     """One row: quantize (unless recipe is None, the original) and evaluate."""
     evaluated = options.model
-    row: dict[str, Any] = {"recipe": recipe or "original", "environment": environment(options.device)}
+    row: dict[str, Any] = {"recipe": recipe or "original", "environment": environment_of(options.device)}
     if recipe:
         evaluated = str(work / recipe)
         out = ["--out", evaluated, "--json", f"{evaluated}.quantize.json"]
@@ -66,28 +65,16 @@ def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict
     return row
 
 
-def environment(device: str) -> dict[str, Any]:
-    """What the figures depend on besides the commands."""
-    import torch
-
-    import quantkit
-
-    packages = {"quantkit": quantkit.__version__} | {name: version(name) for name in ("torch", "transformers")}
-    machine = torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine()
-    place = {"device": device, "machine": machine, "cores": os.cpu_count()}
-    return {**place, "python": platform.python_version(), "packages": packages}
-
-
 def markdown(document: dict[str, Any]) -> str:
     """The rows as a Markdown table."""
-    lines = ["| recipe | bits/weight | MB | perplexity | quantize s |", "| --- | ---: | ---: | ---: | ---: |"]
+    lines = []
     for row in document["rows"]:
         score = row["evaluation"]
         size = (f"{row['bits_per_weight']:.2f}", f"{row['bytes'] / 1e6:.0f}") if "bytes" in row else ("", "")
         seconds = f"{row['seconds']:.0f}" if "seconds" in row else ""
         value = f"{score['perplexity']:.2f} ± {score['stderr']:.2f}"
-        lines.append(f"| {row['recipe']} | {size[0]} | {size[1]} | {value} | {seconds} |")
-    return "\n".join(lines)
+        lines.append([row["recipe"], *size, value, seconds])
+    return markdown_table(("recipe", "bits/weight", "MB", "perplexity", "quantize s"), lines, left=1)
 
 
 def calibrate(options: argparse.Namespace, work: Path) -> list[str]:
@@ -114,7 +101,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     options.name = options.name or options.model
-    document = json.loads(options.json.read_text()) if options.json.exists() else {"rows": []}
+    document = read_document(options.json, {"rows": []})
     document["model"] = options.name
     done = {row["recipe"] for row in document["rows"]}
     with tempfile.TemporaryDirectory() as folder:
@@ -124,9 +111,9 @@ def main() -> None:
         for recipe in [None, *options.recipes.split(",")]:
             if (recipe or "original") not in done:
                 document["rows"].append(measure(options, recipe, work))
-                options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                write_document(options.json, document)
     print(markdown(document))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

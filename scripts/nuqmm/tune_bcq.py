@@ -1,12 +1,11 @@
 """Times block layouts of bcq_binary_gemv, bcq_int8_gemv and their peers: what quantkit/ops/bcq/plan.py is tuned by.
 
-python scripts/tune_bcq.py [--sizes 4096,12288,16384] [--bits 1,2,4] [--json FILE]
+python scripts/nuqmm/tune_bcq.py [--sizes 4096,12288,16384] [--bits 1,2,4] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,11 +16,11 @@ from torch import Tensor
 
 from quantkit.bench.timing import measure, rotation_length
 from quantkit.cli.common import check_json_path
-from quantkit.cli.script import needed_gpu, run_script
 from quantkit.errors import KernelError
 from quantkit.ops.bcq.instances import GemvTile
 from quantkit.ops.bcq.launch import lut_gemv, tensor_core_gemv
 from quantkit.ops.bcq.layout import BcqTiles
+from scripts.common import needed_gpu, run_script, write_document
 
 Gemv = Callable[..., Tensor]
 binary_gemv: Gemv = partial(tensor_core_gemv, int8=False)
@@ -56,7 +55,7 @@ NARROW = 32
 CUDA = torch.device("cuda")
 
 
-def random_tiles(bits: int, size: int, group_size: int, offset: bool) -> BcqTiles:
+def random_tiles(bits: int, size: int, group_size: int, *, offset: bool) -> BcqTiles:
     """A random prepared [size, size] weight."""
     groups = -(-size // group_size)
     tiles = torch.randint(-(2**31), 2**31 - 1, (size // 16, -(-size // 256), bits, 128), dtype=torch.int32, device=CUDA)
@@ -91,7 +90,7 @@ def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict
     """Microseconds per layout, the table's first, and of the look-up kernel."""
     weights_bytes = size * size * bits // 8
     count = rotation_length(weights_bytes, CUDA)
-    weights = [random_tiles(bits, size, group_size, offset) for _ in range(count)]
+    weights = [random_tiles(bits, size, group_size, offset=offset) for _ in range(count)]
     x = torch.randn(rows, size, device=CUDA).half()
     torch.cuda.synchronize()
     result: dict[str, float] = {}
@@ -133,8 +132,7 @@ def main() -> None:
                 results[f"q{bits}-{size}-g{group_size}-o{offset:d}-M{rows}"] = tune(
                     bits, size, group_size, offset, rows
                 )
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_document(options.json, results)
 
 
 if __name__ == "__main__":

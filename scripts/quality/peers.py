@@ -1,7 +1,7 @@
 """Perplexity of other toolkits' quantizers, measured by quantkit beside its own: only the quantizer differs.
 
 pip install hqq gptqmodel
-python scripts/quality_peers.py MODEL --text wiki.test.jsonl --calibration c.safetensors
+python scripts/quality/peers.py MODEL --text wiki.test.jsonl --calibration c.safetensors
     --peers hqq:4:128,gptq:4:128,gptq:3:128 --seq-len 2048 --max-windows 8 --json docs/results/quality-peers.json
 
 A peer is NAME:BITS:GROUP. Its weights are dequantized into a copy of the model, which ``quantkit eval perplexity`` then
@@ -14,25 +14,23 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import quantkit
 from quantkit.calibration.artifact import load_calibration
+from quantkit.errors import EvaluationError
 from quantkit.models.families import block_linears, linear_weight
 from quantkit.models.loading import load_model, resolve_model
+from scripts.common import chosen, environment_of, markdown_table, read_document, run_script, write_document
 
 
 @dataclass(frozen=True)
@@ -106,13 +104,12 @@ PEERS = {
 
 
 def check(settings: list[Setting]) -> None:
-    """Exit with one line where a peer is unknown or not installed."""
+    """Raise QuantkitError where a peer is unknown or not installed."""
     for setting in settings:
-        peer = PEERS.get(setting.peer)
-        if peer is None:
-            sys.exit(f"--peers {setting.peer}: known are {', '.join(PEERS)}")
-        if importlib.util.find_spec(peer.package) is None:
-            sys.exit(f"--peers {setting.peer}: {peer.package} is not installed: pip install {peer.package}")
+        [name] = chosen("--peers", setting.peer, PEERS)
+        package = PEERS[name].package
+        if importlib.util.find_spec(package) is None:
+            raise EvaluationError(f"--peers {name}: {package} is not installed: pip install {package}")
 
 
 def bits_per_weight(shapes: Mapping[str, torch.Size], setting: Setting) -> float:
@@ -130,7 +127,7 @@ def replaced(model: str, weights: Mapping[str, Tensor], folder: Path) -> dict[st
     layers = block_linears(loaded)
     absent = layers.keys() ^ weights.keys()
     if absent:
-        sys.exit(f"{min(absent)}: quantized by one of peer and quantkit only; the two cannot be compared")
+        raise EvaluationError(f"{min(absent)}: quantized by one of peer and quantkit only; the two cannot be compared")
     for name, module in layers.items():
         target = linear_weight(module)
         target.data.copy_(weights[name].to(target.device))
@@ -159,27 +156,17 @@ def measure(options: argparse.Namespace, setting: Setting, work: Path) -> dict[s
         "bits_per_weight": bits_per_weight(shapes, setting),
         "seconds": seconds,
         "evaluation": evaluation,
-        "environment": environment(options.device, peer.package),
+        "environment": environment_of(options.device, peer.package),
     }
-
-
-def environment(device: str, package: str) -> dict[str, Any]:
-    """What the figures depend on besides the settings."""
-    packages = {name: version(name) for name in ("torch", "transformers", package)}
-    machine = torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine()
-    place = {"device": device, "machine": machine, "cores": os.cpu_count(), "python": platform.python_version()}
-    return {**place, "packages": {"quantkit": quantkit.__version__, **packages}}
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
-    lines = ["| model | peer | bits/weight | perplexity | quantize s |", "| --- | --- | ---: | ---: | ---: |"]
+    lines = []
     for row in rows:
         value = f"{row['evaluation']['perplexity']:.2f} ± {row['evaluation']['stderr']:.2f}"
-        lines.append(
-            f"| {row['model']} | {row['peer']} | {row['bits_per_weight']:.2f} | {value} | {row['seconds']:.0f} |"
-        )
-    return "\n".join(lines)
+        lines.append([row["model"], row["peer"], f"{row['bits_per_weight']:.2f}", value, f"{row['seconds']:.0f}"])
+    return markdown_table(("model", "peer", "bits/weight", "perplexity", "quantize s"), lines, left=2)
 
 
 def main() -> None:
@@ -198,15 +185,15 @@ def main() -> None:
     parts = [entry.split(":") for entry in options.peers.split(",")]
     settings = [Setting(name, int(bits), int(group)) for name, bits, group in parts]
     check(settings)
-    document = json.loads(options.json.read_text()) if options.json.exists() else {"rows": []}
+    document = read_document(options.json, {"rows": []})
     done = {(row["model"], row["peer"]) for row in document["rows"]}
     with tempfile.TemporaryDirectory() as folder:
         for setting in settings:
             if (options.name, setting.label) not in done:
                 document["rows"].append(measure(options, setting, Path(folder)))
-                options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+                write_document(options.json, document)
     print(markdown(document["rows"]))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

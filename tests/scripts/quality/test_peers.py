@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,19 +13,14 @@ import torch
 
 from quantkit.models.families import block_linears, linear_weight
 from quantkit.models.loading import load_model
+from scripts.common import run_script
+from scripts.quality import peers
 from tests.cli.calls import run
-from tests.scripts.load import load_script
 
 GROUP_BITS = 20
 
 
-@pytest.fixture
-def peers() -> ModuleType:
-    return load_script("quality_peers")
-
-
 def test_weights_of_the_peer_are_evaluated(
-    peers: ModuleType,
     tiny_model: Callable[[str], Path],
     text_file: Path,
     tmp_path: Path,
@@ -52,7 +46,7 @@ def test_weights_of_the_peer_are_evaluated(
     monkeypatch.setattr(peers, "PEERS", {"half": peers.Peer("torch", halved, lambda bits: GROUP_BITS, "w / 2")})
     arguments = [model, "--name", "tiny", "--text", str(text_file), "--calibration", str(artifact)]
     arguments += ["--peers", "half:3:48", "--seq-len", "16", "--max-windows", "2", "--json", str(document)]
-    monkeypatch.setattr(sys, "argv", ["quality_peers.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["peers.py", *arguments])
     peers.main()
     original = block_linears(load_model(model)[0])
     assert evaluated.keys() == original.keys()
@@ -66,9 +60,20 @@ def test_weights_of_the_peer_are_evaluated(
     assert "| tiny | half:3:48 |" in capsys.readouterr().out
 
 
-def test_missing_or_unknown_peers_are_named_in_one_line(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="--peers none: known are hqq, gptq"):
-        peers.check([peers.Setting("none", 4, 128)])
+@pytest.mark.parametrize(
+    ("peer", "message"),
+    [("gptk", "did you mean 'gptq'"), ("gptq", "pip install gptqmodel")],
+    ids=["unknown", "not-installed"],
+)
+def test_a_peer_that_cannot_run_is_named_in_one_line(
+    peer: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is loaded: neither model nor text exists."""
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="pip install gptqmodel"):
-        peers.check([peers.Setting("gptq", 4, 128)])
+    arguments = ["no-model", "--text", "no-text", "--calibration", "no-artifact", "--peers", f"{peer}:4:128"]
+    monkeypatch.setattr(sys, "argv", ["peers.py", *arguments, "--json", str(tmp_path / "p.json")])
+    with pytest.raises(SystemExit) as ended:
+        run_script(peers.main)
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert message in printed.err

@@ -1,11 +1,11 @@
-"""Writes the rows of scripts/flattenquant_tables.py as Markdown, the paper's columns beside ours."""
+"""Writes the rows of scripts/flattenquant/tables.py as Markdown, the paper's columns beside ours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from flattenquant_runs import BETAS, GAMMAS, LEVELS, LIMITS, TABLES, Run
+from scripts.common import titled_table
+from scripts.flattenquant.runs import BETAS, GAMMAS, LEVELS, LIMITS, TABLES, Run
 
 # What the paper reports of OPT-125M (Tables 3, 4) and OPT-6.7B (Tables 7-10): WikiText-2 perplexity.
 PAPER_LEVELS = (27.65, 30.10, 28.88, 28.46, 30.86, 28.75)
@@ -41,11 +41,6 @@ def _environments(models: dict[str, Any]) -> str:
     return "\n".join(
         f"Measured on {machine}{': ' + ', '.join(names) if len(found) > 1 else ''}." for machine, names in found.items()
     )
-
-
-def _table(title: str, columns: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
-    rows = [" | ".join(line) for line in (columns, ("---",) * len(columns), *lines)]
-    return f"### {title}\n\n" + "\n".join(f"| {row} |" for row in rows)
 
 
 def _score(row: dict[str, Any]) -> str:
@@ -85,7 +80,7 @@ def _levels(model: str, rows: dict[str, Any]) -> str:
         "flatten ratio (Table 4)",
     )
     columns += ("clipped at run time", "bits/weight", "quantize s", "paper, OPT-125M")
-    return _table(f"Tables 3 and 4: {model}", columns, lines)
+    return titled_table(f"Tables 3 and 4: {model}", columns, lines)
 
 
 def _ablation(table: str, model: str, rows: dict[str, Any]) -> str:
@@ -97,7 +92,7 @@ def _ablation(table: str, model: str, rows: dict[str, Any]) -> str:
     paper = PAPER_ABLATIONS[table]
     lines.append(("paper, OPT-6.7B", f"{paper[0]:.2f}", "", f"{paper[1]:.2f}", ""))
     columns = ("", "with", "INT4 layers", "without", "INT4 layers")
-    return _table(f"Table {table}: {NAMES[table]}, {model}", columns, lines)
+    return titled_table(f"Table {table}: {NAMES[table]}, {model}", columns, lines)
 
 
 def _with_share(row: dict[str, Any]) -> tuple[str, str]:
@@ -109,7 +104,7 @@ def _order(model: str, rows: dict[str, Any]) -> str:
     if not all(found):
         return ""
     lines = [(run.key, _score(row)) for run, row in zip(TABLES["order"], found, strict=True) if row]
-    return _table(f"GPTQ's column order, {model}", ("", "perplexity"), lines)
+    return titled_table(f"GPTQ's column order, {model}", ("", "perplexity"), lines)
 
 
 def _column_limits(model: str, rows: dict[str, Any]) -> str:
@@ -120,7 +115,7 @@ def _column_limits(model: str, rows: dict[str, Any]) -> str:
             facts = (_percent(row["flatten_ratio"]), _percent(row["largest_flatten_ratio"]), str(len(row["limited"])))
             lines.append((f"{limit}", _score(row), *facts))
     columns = ("max_flatten_ratio", "O1", "mean flatten ratio", "largest", "layers at the limit")
-    return _table(f"The column limit, {model}", columns, lines) if len(lines) > 1 else ""
+    return titled_table(f"The column limit, {model}", columns, lines) if len(lines) > 1 else ""
 
 
 def _betas(model: str, rows: dict[str, Any]) -> str:
@@ -133,7 +128,7 @@ def _betas(model: str, rows: dict[str, Any]) -> str:
             paper = (f"{PAPER_BETAS[index]:.2f}", _percent(PAPER_BETA_RATIOS[index]))
             lines.append((f"{beta}", _percent(o1["flatten_ratio"]), _score(o1), *mixed, *paper))
     columns = ("beta", "flatten ratio", "O1", "O3", "its INT4 layers", "paper, OPT-6.7B", "its flatten ratio")
-    return _table(f"Table 8: beta, {model}", columns, lines) if lines else ""
+    return titled_table(f"Table 8: beta, {model}", columns, lines) if lines else ""
 
 
 def _gammas(model: str, rows: dict[str, Any]) -> str:
@@ -145,10 +140,10 @@ def _gammas(model: str, rows: dict[str, Any]) -> str:
             paper = ("", "") if share is None else (_percent(share), f"{score:.2f}")
             lines.append((f"{gamma}", _percent(row["int4_share"]), _score(row), *paper))
     columns = ("gamma", "INT4 layers", "perplexity", "paper, OPT-6.7B: INT4 layers", "its perplexity")
-    return _table(f"Table 10: gamma (O3), {model}", columns, lines) if lines else ""
+    return titled_table(f"Table 10: gamma (O3), {model}", columns, lines) if lines else ""
 
 
 def _limits(model: str, rows: dict[str, Any]) -> str:
     limited = rows.get(LEVELS[2], {}).get("limited", {})
     lines = [(f"`{name}`", text) for name, text in limited.items()]
-    return _table(f"Layers at the column limit (O1), {model}", ("layer", "decided"), lines) if lines else ""
+    return titled_table(f"Layers at the column limit (O1), {model}", ("layer", "decided"), lines) if lines else ""
