@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight
-from quantkit.quantizers import bipolar, rotation, rounding
+from quantkit.quantizers import bipolar, hqq, rotation, rounding
 from quantkit.quantizers.base import LayerInput, Transformed
 from quantkit.quantizers.bcq import quantizer as bcq
 from quantkit.quantizers.flatten import quantizer as flatten
@@ -74,6 +74,7 @@ METHODS: dict[str, Method] = {
         transform=smoothing.fold_smoothing,
         hessian_features=flatten.flattened_activations,
     ),
+    "hqq": Method(hqq.HqqSettings, hqq.quantize),
     "rtn": Method(rounding.RtnSettings, rounding.quantize, needs_hessian=rounding.needs_hessian),
 }
 
