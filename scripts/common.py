@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -46,6 +48,19 @@ def chosen(option: str, text: str, known: Collection[str]) -> list[str]:
         if name not in known:
             raise BenchError(f"{option} {name}: unknown; {nearest(name, known)}")
     return names
+
+
+def run_quantkit(*arguments: str) -> float:
+    """Run one quantkit command in a process of its own, its output on stderr; the seconds it took.
+
+    A command that fails has said why: the script then ends with its exit status.
+    """
+    print("\n$ quantkit", *arguments, file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    code = subprocess.run([sys.executable, "-m", "quantkit", *arguments], check=False, stdout=sys.stderr).returncode
+    if code:
+        sys.exit(code)
+    return time.perf_counter() - started
 
 
 def command_line() -> str:

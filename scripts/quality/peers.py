@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -30,7 +28,15 @@ from quantkit.calibration.artifact import load_calibration
 from quantkit.errors import EvaluationError
 from quantkit.models.families import block_linears, linear_weight
 from quantkit.models.loading import load_model, resolve_model
-from scripts.common import chosen, environment_of, markdown_table, read_document, run_script, write_document
+from scripts.common import (
+    chosen,
+    environment_of,
+    markdown_table,
+    read_document,
+    run_quantkit,
+    run_script,
+    write_document,
+)
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ def measure(options: argparse.Namespace, setting: Setting, work: Path) -> dict[s
     shapes = replaced(options.model, weights, folder)
     text = ["--text", options.text, "--seq-len", str(options.seq_len), "--max-windows", str(options.max_windows)]
     evaluate = ["eval", "perplexity", str(folder), *text, "--device", options.device, "--json", str(work / "e.json")]
-    subprocess.run([sys.executable, "-m", "quantkit", *evaluate], check=True, stdout=sys.stderr)
+    run_quantkit(*evaluate)
     evaluation = json.loads((work / "e.json").read_text())
     del evaluation["model"]  # a folder of this machine
     return {

@@ -11,25 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from scripts.common import environment_of, markdown_table, read_document, run_script, write_document
+from scripts.common import environment_of, markdown_table, read_document, run_quantkit, run_script, write_document
 
 CALIBRATION_SEQ_LEN = 512
 ARTIFACT = "c.safetensors"
-
-
-def run(*arguments: str) -> float:
-    """Run one command, its output on the terminal; seconds it took."""
-    print("$ quantkit", *arguments, file=sys.stderr, flush=True)
-    started = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "quantkit", *arguments], check=True, stdout=sys.stderr)
-    return time.perf_counter() - started
 
 
 def command(*arguments: str, options: argparse.Namespace) -> list[str]:
@@ -51,14 +40,14 @@ def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict
         name, *settings = recipe.split("+")
         chosen = ["--recipe", name, *(part for setting in settings for part in ("--set", setting))]
         arguments = ["quantize", options.model, *chosen, "--calibration", str(work / ARTIFACT)]
-        row["quantize_wall_seconds"] = run(*arguments, *out, "--device", options.device)
+        row["quantize_wall_seconds"] = run_quantkit(*arguments, *out, "--device", options.device)
         numbers = json.loads(Path(f"{evaluated}.quantize.json").read_text())
         row |= {key: numbers[key] for key in ("bits_per_weight", "bytes", "seconds")}
         shown = ["quantize", options.model, *chosen, "--calibration", ARTIFACT, "--out", recipe]
         row["quantize_command"] = command(*shown, options=options)
     text = ["--text", options.text, "--seq-len", str(options.seq_len), "--max-windows", str(options.max_windows)]
     score = work / f"{row['recipe']}.eval.json"
-    run("eval", "perplexity", evaluated, *text, "--device", options.device, "--json", str(score))
+    run_quantkit("eval", "perplexity", evaluated, *text, "--device", options.device, "--json", str(score))
     row["evaluation"] = json.loads(score.read_text())
     del row["evaluation"]["model"]  # a folder of this machine
     row["evaluate_command"] = command("eval", "perplexity", recipe or options.model, *text, options=options)
@@ -82,7 +71,7 @@ def calibrate(options: argparse.Namespace, work: Path) -> list[str]:
     windows = ["--windows", str(options.windows), "--seq-len", str(CALIBRATION_SEQ_LEN)]
     arguments = ["calibrate", options.model, "--text", options.calibration_text, *windows]
     if not (work / ARTIFACT).exists():
-        run(*arguments, "--out", str(work / ARTIFACT))
+        run_quantkit(*arguments, "--out", str(work / ARTIFACT))
     return command(*arguments, "--out", ARTIFACT, options=options)
 
 

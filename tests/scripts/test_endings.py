@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.common import run_script
+from scripts.common import run_quantkit, run_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [path for path in sorted(ROOT.joinpath("scripts").rglob("*.py")) if "__main__" in path.read_text()]
@@ -68,3 +68,10 @@ def test_a_process_ends_so_too(script: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT / "tests")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: --json")
+
+
+def test_a_command_that_fails_ends_the_script_with_its_status(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_quantkit("quantize", "no-model", "--recipe", "no-recipe", "-o", "out")
+    assert ended.value.code == 2
+    assert "no-recipe" in capfd.readouterr().err

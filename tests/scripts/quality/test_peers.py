@@ -37,12 +37,12 @@ def test_weights_of_the_peer_are_evaluated(
         loaded, _ = load_model(folder)
         return {name: linear_weight(module).detach() / 2 for name, module in block_linears(loaded).items()}
 
-    def evaluate(command: list[str], **_: Any) -> None:
-        loaded, _tokenizer = load_model(command[5])
+    def evaluate(*command: str) -> None:
+        loaded, _tokenizer = load_model(command[2])
         evaluated.update({name: linear_weight(module) for name, module in block_linears(loaded).items()})
-        assert run(*command[3:]).exit_code == 0
+        assert run(*command).exit_code == 0
 
-    monkeypatch.setattr(peers.subprocess, "run", evaluate)
+    monkeypatch.setattr(peers, "run_quantkit", evaluate)
     monkeypatch.setattr(peers, "PEERS", {"half": peers.Peer("torch", halved, lambda bits: GROUP_BITS, "w / 2")})
     arguments = [model, "--name", "tiny", "--text", str(text_file), "--calibration", str(artifact)]
     arguments += ["--peers", "half:3:48", "--seq-len", "16", "--max-windows", "2", "--json", str(document)]

@@ -28,7 +28,7 @@ def test_rows_say_where_and_how(
 ) -> None:
     """A row of another machine is kept as it is; the new ones carry this one, and settings reach quantize."""
     monkeypatch.setattr(table, "CALIBRATION_SEQ_LEN", 16)
-    monkeypatch.setattr(table, "run", in_process)
+    monkeypatch.setattr(table, "run_quantkit", in_process)
     document = tmp_path / "t.json"
     score = {"perplexity": 20.0, "stderr": 1.0}
     kept = {"recipe": "original", "environment": {"device": "elsewhere"}, "evaluation": score}
