@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quantkit.cpu import half_precision_failure
 from quantkit.cuda.capability import GENERATIONS, Capability, capabilities
 from quantkit.ops.bipolar.launch import path_table
 
@@ -59,7 +60,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything ``quantkit doctor`` prints. generations: the capability table of every known GPU generation."""
+    """Everything ``quantkit doctor`` prints. generations: the capability table of every known GPU generation.
+
+    half_precision: how a process that multiplies bf16 and fp16 on the CPU ends, such as "SIGILL"; None: it survives.
+    """
 
     python: str
     system: str
@@ -68,6 +72,7 @@ class Diagnosis:
     gpus: tuple[Gpu, ...]
     generations: dict[str, tuple[Capability, ...]]
     kernels: str
+    half_precision: str | None
 
     def to_json(self) -> Mapping[str, Any]:
         """All of it as a JSON document."""
@@ -75,7 +80,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at the installed packages and the GPUs; compiles and allocates nothing."""
+    """Look at the installed packages and the GPUs, and try the CPU in a child process; compiles nothing."""
     packages = tuple(_package(name, *about) for name, about in _PACKAGES.items())
     gpus = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
     return Diagnosis(
@@ -86,6 +91,7 @@ def diagnose() -> Diagnosis:
         gpus=gpus,
         generations={known.name: capabilities(*known.compute_capability) for known in GENERATIONS},
         kernels=_kernel_verdict(packages, gpus),
+        half_precision=half_precision_failure(),
     )
 
 

@@ -75,12 +75,20 @@ def write_checkpoints(model: Path, out: Path) -> None:
         app([str(argument) for argument in arguments], standalone_mode=False)
 
     out.mkdir()
-    text = ("--text", model / TEXT, "--windows", "3", "--seq-len", "8")
+    text: tuple[str | Path, ...] = ("--text", model / TEXT, "--windows", "3", "--seq-len", "8")
     run("calibrate", model, *text, "--out", out / CALIBRATION)
-    expected = {}
+    expected: dict[str, Tensor] = {}
     for name, (recipe, *settings) in CHECKPOINTS.items():
         chosen = [part for setting in settings for part in ("--set", setting)]
-        command = ("quantize", model, "--recipe", recipe, *chosen, "--calibration", out / CALIBRATION)
+        command: tuple[str | Path, ...] = (
+            "quantize",
+            model,
+            "--recipe",
+            recipe,
+            *chosen,
+            "--calibration",
+            out / CALIBRATION,
+        )
         run(*command, "--out", out / name)
         digest, logits = loaded(out / name)
         expected |= {f"{name}.weights": torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)}
