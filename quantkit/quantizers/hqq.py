@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import RecipeError
-from quantkit.formats.base import PackedWeight
-from quantkit.formats.bcq import check_group_size, check_scale_bits, check_weight_bits
+from quantkit.formats.base import PackedWeight, Shape
+from quantkit.formats.bcq import BcqSpec, check_group_size, check_scale_bits, check_weight_bits
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.coding import CodeShape, code_groups
 from quantkit.quantizers.bcq.groups import SMALLEST_SCALE
@@ -51,6 +51,11 @@ class HqqSettings:
             raise RecipeError(f"norm is {self.norm}; choose p of the loss in 0..1, for example 0.7")
         if self.rounds < 0:
             raise RecipeError(f"rounds is {self.rounds}; choose 0 or more")
+
+
+def stored_specs(settings: HqqSettings, _shape: Shape) -> tuple[BcqSpec]:
+    """What these settings store a weight as."""
+    return (BcqSpec(settings.weight_bits, settings.group_size, True, settings.scale_bits),)
 
 
 def quantize(layer: LayerInput, settings: HqqSettings) -> PackedWeight:
