@@ -15,7 +15,7 @@ from torch import Tensor, compiler, nn
 from quantkit.models.families import FAMILIES
 from quantkit.nn.quantized_linear import QuantizedLinear, is_flatten
 
-PART_TOKENS = 8192  # 4096 save little more and take 3 % longer (docs/kernel-notes.md, flatten)
+PART_TOKENS = 8192  # 4096 save little more and take 3 % longer (docs/kernels/log.md, flatten)
 _KEPT_WHOLE = (bool, int, float, str, type(None))
 
 
