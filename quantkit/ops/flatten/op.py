@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from quantkit.formats.flatten import max_code, pack_nibbles, take_slices, unpack_codes
 from quantkit.ops.bipolar.layout import tile_lines, tile_weight, untile_lines, untile_weight
+from quantkit.ops.flatten.exact import int8_product
 from quantkit.ops.flatten.launch import code_tiles, launch_quantize, multiply
 from quantkit.ops.registry import LIBRARY
 
@@ -145,7 +146,7 @@ def int8_gemm_reference(
     Returns [..., N]; scale and bias are applied in fp32 before the cast to out_dtype.
     """
     rows = act_codes.reshape(-1, act_codes.shape[-1])
-    total = torch._int_mm(rows, unpack_codes(codes).t())
+    total = int8_product(rows, unpack_codes(codes))
     return _scaled(total, act_scale, weight_scale, bias, out_dtype).reshape(*act_codes.shape[:-1], -1)
 
 
