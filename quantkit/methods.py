@@ -10,8 +10,8 @@ from typing import Any, get_args, get_type_hints
 from torch import Tensor, nn
 
 from quantkit.errors import RecipeError
-from quantkit.formats.base import PackedWeight
-from quantkit.quantizers import bipolar, rotation, rounding
+from quantkit.formats.base import PackedWeight, Shape
+from quantkit.quantizers import bipolar, hqq, rotation, rounding
 from quantkit.quantizers.base import LayerInput, Transformed
 from quantkit.quantizers.bcq import quantizer as bcq
 from quantkit.quantizers.flatten import quantizer as flatten
@@ -37,6 +37,8 @@ class Method:
 
     settings: frozen dataclass of the recipe settings; its __post_init__ raises RecipeError on impossible values.
     quantize: (LayerInput, settings) -> PackedWeight.
+    stored_specs: (settings, shape) -> the spec that a weight [N, K] is stored as; the smallest and the largest where
+        that depends on the data.
     needs_stats: settings -> whether the calibration artifact's statistics are required.
     needs_hessian: settings -> whether E[x x^T], streamed through the already quantized blocks, is required.
     transform: function-preserving edit of the fp model before any layer is quantized (smoothing folded into
@@ -47,6 +49,7 @@ class Method:
 
     settings: type[Any]
     quantize: Callable[[LayerInput, Any], PackedWeight]
+    stored_specs: Callable[[Any, Shape], tuple[Any, ...]]
     needs_stats: Callable[[Any], bool] = _never
     needs_hessian: Callable[[Any], bool] = _never
     transform: Callable[[nn.Module, Mapping[str, LayerPlan], Any], Transformed] | None = None
@@ -58,10 +61,11 @@ def _always(settings: Any) -> bool:
 
 
 METHODS: dict[str, Method] = {
-    "bcq": Method(bcq.BcqSettings, bcq.quantize, needs_hessian=bcq.needs_hessian),
+    "bcq": Method(bcq.BcqSettings, bcq.quantize, bcq.stored_specs, needs_hessian=bcq.needs_hessian),
     "bipolar": Method(
         bipolar.BipolarSettings,
         bipolar.quantize,
+        bipolar.stored_specs,
         needs_stats=bipolar.needs_stats,
         needs_hessian=bipolar.needs_hessian,
         transform=rotation.fold_rotation,
@@ -69,12 +73,14 @@ METHODS: dict[str, Method] = {
     "flatten": Method(
         flatten.FlattenSettings,
         flatten.quantize,
+        flatten.stored_specs,
         needs_stats=_always,
         needs_hessian=flatten.needs_hessian,
         transform=smoothing.fold_smoothing,
         hessian_features=flatten.flattened_activations,
     ),
-    "rtn": Method(rounding.RtnSettings, rounding.quantize, needs_hessian=rounding.needs_hessian),
+    "hqq": Method(hqq.HqqSettings, hqq.quantize, hqq.stored_specs),
+    "rtn": Method(rounding.RtnSettings, rounding.quantize, rounding.stored_specs, needs_hessian=rounding.needs_hessian),
 }
 
 

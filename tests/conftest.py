@@ -7,6 +7,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+# On a virtual machine that announces AMX without running it, torch's products in bf16 end the process. oneDNN reads the
+# variable when torch is imported (quantkit/cpu.py).
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 import pytest
 import torch
 

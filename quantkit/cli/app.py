@@ -16,6 +16,7 @@ from quantkit.cli.evaluate import app as evaluate_app
 from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
 from quantkit.cli.quantize import quantize
+from quantkit.cli.recipes import recipes
 from quantkit.cli.report import report
 from quantkit.cli.search import search
 
@@ -50,4 +51,5 @@ app.command()(generate)
 app.command()(compare)
 app.command()(report)
 app.command()(inspect)
+app.command()(recipes)
 app.command()(doctor)

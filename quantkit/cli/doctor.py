@@ -8,9 +8,11 @@ from quantkit.cli.common import JsonOption, check_json_path, print_facts, print_
 def doctor(json_path: JsonOption = None) -> None:
     """Show what this machine can run, and the pip line for what is missing."""
     check_json_path(json_path)
+    from quantkit.cpu import failure_advice
     from quantkit.jobs.doctor import diagnose
 
     diagnosis = diagnose()
+    failure = diagnosis.half_precision
     print_facts(
         {
             "Python": diagnosis.python,
@@ -18,6 +20,7 @@ def doctor(json_path: JsonOption = None) -> None:
             "torch's CUDA": diagnosis.torch_cuda or "none (CPU build)",
             "GPUs": ", ".join(f"{gpu.name} ({gpu.verified})" for gpu in diagnosis.gpus) or "none",
             "kernels": diagnosis.kernels,
+            "CPU": "half-precision products run" if failure is None else failure_advice(failure),
         }
     )
     print_table(

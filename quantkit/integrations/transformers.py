@@ -20,8 +20,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, config_from_json
 from quantkit.checkpoint.read import check_tensors, read_checkpoint
+from quantkit.cpu import check_half_precision
 from quantkit.errors import CheckpointError
 from quantkit.models.families import LINEAR_TYPES, linear_shape
+from quantkit.models.loading import stored_dtype
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.fused_ffn import fuse_chains
@@ -123,9 +125,12 @@ def register() -> None:
 def load_checkpoint(folder: str, *, device: str, dtype: torch.dtype | None) -> Any:
     """The model of a local quantkit checkpoint, in eval mode on the device; dtype None keeps the checkpoint's.
 
-    Raises CheckpointError for a folder that is no quantkit checkpoint or is damaged.
+    Raises CheckpointError for a folder that is no quantkit checkpoint or is damaged; DeviceError where a product in
+    this dtype would end the process.
     """
     read_checkpoint(Path(folder))
+    if torch.device(device).type == "cpu" and (dtype or stored_dtype(folder)) in (torch.bfloat16, torch.float16):
+        check_half_precision()
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval().to(device)
 
 

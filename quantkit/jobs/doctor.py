@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from quantkit.cpu import half_precision_failure
 from quantkit.cuda.architectures import ARCHITECTURES, Capability, architecture, capabilities
 from quantkit.errors import KernelError
 from quantkit.ops.bipolar.plan import path_table
@@ -64,7 +65,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything ``quantkit doctor`` prints. generations: the capability table of every known GPU generation."""
+    """Everything ``quantkit doctor`` prints. generations: the capability table of every known GPU generation.
+
+    half_precision: how a process that multiplies bf16 and fp16 on the CPU ends, such as "SIGILL"; None: it survives.
+    """
 
     python: str
     system: str
@@ -73,6 +77,7 @@ class Diagnosis:
     gpus: tuple[Gpu, ...]
     generations: dict[str, tuple[Capability, ...]]
     kernels: str
+    half_precision: str | None
 
     def to_json(self) -> Mapping[str, Any]:
         """All of it as a JSON document."""
@@ -80,7 +85,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at the installed packages and the GPUs; compiles and allocates nothing."""
+    """Look at the installed packages and the GPUs, and try the CPU in a child process; compiles nothing."""
     packages = tuple(_package(name, *about) for name, about in _PACKAGES.items())
     gpus = tuple(_gpu(index) for index in range(torch.cuda.device_count()))
     return Diagnosis(
@@ -91,6 +96,7 @@ def diagnose() -> Diagnosis:
         gpus=gpus,
         generations={row.heading: capabilities(row) for row in ARCHITECTURES.values()},
         kernels=_kernel_verdict(packages, gpus),
+        half_precision=half_precision_failure(),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantkit.cpu import check_half_precision
 from quantkit.errors import ModelError, QuantkitError
 from quantkit.hub import hub_problem
 from quantkit.models.demo import DEMO_MODEL, demo_folder
@@ -108,6 +109,8 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
     with _one_line(f"tokenizer of {model}"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, local_files_only=local_only)
     wanted: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
+    if device.type == "cpu" and wanted in (torch.bfloat16, torch.float16):
+        check_half_precision()
     with _one_line(f"model {model}"):
         answer: Any = AutoModelForCausalLM.from_pretrained(
             source.location,

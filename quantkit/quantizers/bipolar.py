@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import StatsError
-from quantkit.formats.base import PackedWeight
+from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.bcq import group_count, group_width
 from quantkit.formats.bipolar import (
     FLOAT_ACT_BITS,
@@ -63,6 +63,11 @@ class BipolarSettings:
     def spec(self) -> BipolarSpec:
         """The format these settings write; raises RecipeError on impossible values."""
         return BipolarSpec(self.weight_bits, self.act_bits, self.group_size, self.act_granularity)
+
+
+def stored_specs(settings: BipolarSettings, _shape: Shape) -> tuple[BipolarSpec]:
+    """What these settings store a weight as."""
+    return (settings.spec(),)
 
 
 def needs_stats(settings: BipolarSettings) -> bool:

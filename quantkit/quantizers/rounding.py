@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.formats.base import PackedWeight
-from quantkit.formats.bcq import check_group_size, check_scale_bits, check_weight_bits
+from quantkit.formats.base import PackedWeight, Shape
+from quantkit.formats.bcq import BcqSpec, check_group_size, check_scale_bits, check_weight_bits
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.coding import CodeShape, code_groups
 from quantkit.quantizers.bcq.compensation import compensate
@@ -39,6 +39,11 @@ class RtnSettings:
         check_group_size(self.group_size)
         check_scale_bits(self.scale_bits)
         GptqOptions(damping=self.damping)
+
+
+def stored_specs(settings: RtnSettings, _shape: Shape) -> tuple[BcqSpec]:
+    """What these settings store a weight as."""
+    return (BcqSpec(settings.weight_bits, settings.group_size, True, settings.scale_bits),)
 
 
 def needs_hessian(settings: RtnSettings) -> bool:

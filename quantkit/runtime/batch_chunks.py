@@ -16,7 +16,7 @@ from quantkit.models.families import FAMILIES
 from quantkit.nn.quantized_linear import QuantizedLinear, is_flatten
 from quantkit.runtime.twin import holds_watched
 
-CHUNK_TOKENS = 8192  # 4096 save little more and take 3 % longer (docs/kernel-notes.md, flatten)
+CHUNK_TOKENS = 8192  # 4096 save little more and take 3 % longer (docs/kernels/log.md, flatten)
 _KEPT_WHOLE = (bool, int, float, str, type(None))
 
 

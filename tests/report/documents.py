@@ -114,7 +114,7 @@ def write(path: Path, document: Any) -> Path:
 
 
 def quality_document() -> dict[str, Any]:
-    """A table of recipes, as scripts/quality_table.py writes it, and one row of a peer that names its model."""
+    """A table of recipes, as scripts/quality/table.py writes it, and one row of a peer that names its model."""
     place = {"device": "cpu"}
 
     def score(value: float) -> dict[str, Any]:

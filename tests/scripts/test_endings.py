@@ -1,7 +1,8 @@
-"""The scripts that measure a GPU: what they cannot do is one line and exit status 2."""
+"""What a script cannot do is one line on stderr and exit status 2, before anything is measured."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.cli.script import run_script
-from tests.scripts.load import FOLDER, load_script
+from scripts.common import run_quantkit, run_script
 
+ROOT = Path(__file__).parents[2]
+SCRIPTS = [path for path in sorted(ROOT.joinpath("scripts").rglob("*.py")) if "__main__" in path.read_text()]
 GPU_SCRIPTS = (
-    *("bipolar_models", "bipolar_tables", "compare_gemv", "compile_kernels", "flattenquant_speed"),
-    *("load_time", "nuqmm_tables", "profile_bcq", "tune_bcq"),
+    *("bipolar.models", "bipolar.tables", "compile_kernels", "flattenquant.speed"),
+    *("nuqmm.compare_gemv", "nuqmm.load_time", "nuqmm.tables", "nuqmm.profile_bcq", "nuqmm.tune_bcq"),
 )
 MISSING = "/no/such/folder/out"
 
@@ -23,10 +25,10 @@ MISSING = "/no/such/folder/out"
     ("script", "arguments", "message"),
     [
         *((script, (), "torch finds none here") for script in GPU_SCRIPTS),
-        ("nuqmm_tables", ("--only", "fig7"), "did you mean 'fig9'"),
-        ("compare_gemv", ("--json", MISSING), "--json"),
-        ("nuqmm_tables", ("--markdown", MISSING), "--markdown"),
-        ("flattenquant_speed", ("--render", MISSING), "No such file"),
+        ("nuqmm.tables", ("--only", "fig7"), "did you mean 'fig9'"),
+        ("nuqmm.compare_gemv", ("--json", MISSING), "--json"),
+        ("nuqmm.tables", ("--markdown", MISSING), "--markdown"),
+        ("flattenquant.speed", ("--render", MISSING), "No such file"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -38,18 +40,38 @@ def test_what_cannot_be_measured_is_said_first(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
     with pytest.raises(SystemExit) as ended:
-        run_script(load_script(script).main)
+        run_script(importlib.import_module(f"scripts.{script}").main)
     printed = capsys.readouterr()
     assert (ended.value.code, printed.out) == (2, "")
     assert message in printed.err
     assert printed.err.count("\n") == 1
 
 
-def test_a_process_ends_so_too() -> None:
-    command = [sys.executable, str(FOLDER / "nuqmm_tables.py"), "--json", MISSING]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+def test_every_gpu_script_is_among_those_tested() -> None:
+    asking = {path for path in SCRIPTS if "needed_gpu()" in path.read_text(encoding="utf-8")}
+    assert asking == {ROOT.joinpath("scripts", *name.split(".")).with_suffix(".py") for name in GPU_SCRIPTS}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_script_names_the_command_that_runs_it(path: Path) -> None:
+    """The doc string of a moved script is easily forgotten."""
+    text = path.read_text(encoding="utf-8")
+    assert f"{path.relative_to(ROOT)}" in text or path.name == "demo.py"  # that one is for make demo
+
+
+@pytest.mark.parametrize("script", ["nuqmm/tables.py", "bipolar/tables.py", "flattenquant/speed.py"])
+def test_a_process_ends_so_too(script: str) -> None:
+    """From any folder, without the checkout's root on PYTHONPATH: scripts import each other."""
+    command = [sys.executable, str(ROOT / "scripts" / script), "--json", MISSING]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT / "tests")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: --json")
+
+
+def test_a_command_that_fails_ends_the_script_with_its_status(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_quantkit("quantize", "no-model", "--recipe", "no-recipe", "-o", "out")
+    assert ended.value.code == 2
+    assert "no-recipe" in capfd.readouterr().err

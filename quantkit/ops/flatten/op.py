@@ -18,6 +18,7 @@ from quantkit.cuda.device import gpu_of
 from quantkit.formats.flatten import max_code, pack_nibbles, take_slices, unpack_codes
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.bipolar.layout import BLOCK_ROWS
+from quantkit.ops.flatten.exact import int8_product
 from quantkit.ops.flatten.launch import Product, Requantization, multiply, quantize_launch
 from quantkit.ops.flatten.layout import (
     code_tiles,
@@ -177,8 +178,8 @@ def _scaled(total: Tensor, op: Int8Gemm) -> Tensor:
 
 
 def int8_gemm_reference(op: Int8Gemm) -> Tensor:
-    """torch's INT8 product, scaled."""
-    total = torch._int_mm(op.act_codes.reshape(-1, op.act_codes.shape[-1]), unpack_codes(op.codes).t())
+    """Exact int32 sums, scaled in fp32."""
+    total = int8_product(op.act_codes.reshape(-1, op.act_codes.shape[-1]), unpack_codes(op.codes))
     return _scaled(total, op)
 
 

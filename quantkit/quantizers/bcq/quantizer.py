@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import RecipeError
-from quantkit.formats.base import PackedWeight
-from quantkit.formats.bcq import check_group_size, check_scale_bits, check_weight_bits
+from quantkit.formats.base import PackedWeight, Shape
+from quantkit.formats.bcq import BcqSpec, check_group_size, check_scale_bits, check_weight_bits
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.coding import CodeShape, code_groups
 from quantkit.quantizers.bcq.compensation import compensate, refine
@@ -51,6 +51,11 @@ class BcqSettings:
         if self.sweeps < 0:
             raise RecipeError(f"sweeps is {self.sweeps}; choose 0 or more")
         GptqOptions(damping=self.damping)
+
+
+def stored_specs(settings: BcqSettings, _shape: Shape) -> tuple[BcqSpec]:
+    """What these settings store a weight as."""
+    return (BcqSpec(settings.weight_bits, settings.group_size, settings.offset, settings.scale_bits),)
 
 
 def needs_hessian(settings: BcqSettings) -> bool:

@@ -14,8 +14,16 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import RecipeError, StatsError
-from quantkit.formats.base import PackedWeight
-from quantkit.formats.flatten import COLUMN_STEP, FLATTEN_BITS, MAX_COLUMNS, FlattenSpec, pack_nibbles, take_slices
+from quantkit.formats.base import PackedWeight, Shape
+from quantkit.formats.flatten import (
+    COLUMN_STEP,
+    FLATTEN_BITS,
+    MAX_COLUMNS,
+    FlattenSpec,
+    pack_nibbles,
+    padded_columns,
+    take_slices,
+)
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.flatten.bit_selection import KL_BINS, KL_COMBINES, combined_ratio, kl_ratio
 from quantkit.quantizers.flatten.slicing import (
@@ -85,6 +93,15 @@ class FlattenSettings:
 def _among(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices:
         raise RecipeError(f"{name} is {value!r}; choose {', '.join(str(choice) for choice in choices)}")
+
+
+def stored_specs(settings: FlattenSettings, shape: Shape) -> tuple[FlattenSpec, ...]:
+    """The smallest and the largest of what these settings may store a weight as: the data decide bits and columns."""
+    bits = FLATTEN_BITS if settings.bits == "mixed" else (int(settings.bits),)
+    ratios = (0.0, settings.max_flatten_ratio) if settings.flatten else (0.0,)
+    widths = [padded_columns(shape[1] + int(shape[1] * ratio), settings.pad_channels_to) for ratio in ratios]
+    found = (FlattenSpec(min(bits), min(bits), widths[0]), FlattenSpec(max(bits), max(bits), widths[-1]))
+    return tuple(dict.fromkeys(found))
 
 
 def needs_hessian(settings: FlattenSettings) -> bool:
@@ -197,7 +214,7 @@ def quantize(layer: LayerInput, settings: FlattenSettings) -> PackedWeight:
     layout = plan_layout(layer, settings)
     columns = layout.columns()
     codes, damping = _weight_codes(layer, layout, columns, settings)
-    width = -(-columns.channel.numel() // settings.pad_channels_to) * settings.pad_channels_to
+    width = padded_columns(columns.channel.numel(), settings.pad_channels_to)
     if width > MAX_COLUMNS:
         raise RecipeError(
             f"{layer.name}: {width} columns overflow int32 sums (at most {MAX_COLUMNS}); lower max_flatten_ratio"

@@ -1,0 +1,108 @@
+"""Perplexity, size and time of a model and of its quantized forms, each by the quantkit commands a user types.
+
+python scripts/quality/table.py MODEL --text wiki.test.jsonl --calibration-text c4.txt --recipes bcq-w4-g128,...
+    --seq-len 2048 --max-windows 8 --json docs/results/quality-MODEL.json
+
+A recipe may carry settings: bcq-w4-g128+group_size=64. Rows already in the JSON file are kept, so an interrupted run
+goes on where it stopped, or on another machine: each row says where it was measured. Prints a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from scripts.common import environment_of, markdown_table, read_document, run_quantkit, run_script, write_document
+
+CALIBRATION_SEQ_LEN = 512
+ARTIFACT = "c.safetensors"
+
+
+def command(*arguments: str, options: argparse.Namespace) -> list[str]:
+    """The command as a reader would type it: file names without this machine's folders."""
+    if options.device != "cpu" and arguments[0] != "calibrate":  # which takes the GPU by itself
+        arguments = (*arguments, "--device", options.device)
+    known = {options.text: Path(options.text).name, options.calibration_text: Path(options.calibration_text).name}
+    known[options.model] = options.name
+    return ["quantkit", *(known.get(argument, argument) for argument in arguments)]
+
+
+def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict[str, Any]:
+    """One row: quantize (unless recipe is None, the original) and evaluate."""
+    evaluated = options.model
+    row: dict[str, Any] = {"recipe": recipe or "original", "environment": environment_of(options.device)}
+    if recipe:
+        evaluated = str(work / recipe)
+        out = ["--out", evaluated, "--json", f"{evaluated}.quantize.json"]
+        name, *settings = recipe.split("+")
+        chosen = ["--recipe", name, *(part for setting in settings for part in ("--set", setting))]
+        arguments = ["quantize", options.model, *chosen, "--calibration", str(work / ARTIFACT)]
+        row["quantize_wall_seconds"] = run_quantkit(*arguments, *out, "--device", options.device)
+        numbers = json.loads(Path(f"{evaluated}.quantize.json").read_text())
+        row |= {key: numbers[key] for key in ("bits_per_weight", "bytes", "seconds")}
+        shown = ["quantize", options.model, *chosen, "--calibration", ARTIFACT, "--out", recipe]
+        row["quantize_command"] = command(*shown, options=options)
+    text = ["--text", options.text, "--seq-len", str(options.seq_len), "--max-windows", str(options.max_windows)]
+    score = work / f"{row['recipe']}.eval.json"
+    run_quantkit("eval", "perplexity", evaluated, *text, "--device", options.device, "--json", str(score))
+    row["evaluation"] = json.loads(score.read_text())
+    del row["evaluation"]["model"]  # a folder of this machine
+    row["evaluate_command"] = command("eval", "perplexity", recipe or options.model, *text, options=options)
+    return row
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """The rows as a Markdown table."""
+    lines = []
+    for row in document["rows"]:
+        score = row["evaluation"]
+        size = (f"{row['bits_per_weight']:.2f}", f"{row['bytes'] / 1e6:.0f}") if "bytes" in row else ("", "")
+        seconds = f"{row['seconds']:.0f}" if "seconds" in row else ""
+        value = f"{score['perplexity']:.2f} ± {score['stderr']:.2f}"
+        lines.append([row["recipe"], *size, value, seconds])
+    return markdown_table(("recipe", "bits/weight", "MB", "perplexity", "quantize s"), lines, left=1)
+
+
+def calibrate(options: argparse.Namespace, work: Path) -> list[str]:
+    """The command that makes the calibration; run where the artifact is not there yet."""
+    windows = ["--windows", str(options.windows), "--seq-len", str(CALIBRATION_SEQ_LEN)]
+    arguments = ["calibrate", options.model, "--text", options.calibration_text, *windows]
+    if not (work / ARTIFACT).exists():
+        run_quantkit(*arguments, "--out", str(work / ARTIFACT))
+    return command(*arguments, "--out", ARTIFACT, options=options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--name", help="how the model is called in the results; by default as given")
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--calibration-text", required=True)
+    parser.add_argument("--windows", type=int, default=32, help="of the calibration text, 512 tokens each")
+    parser.add_argument("--work", type=Path, help="folder to keep the calibration and the checkpoints in")
+    parser.add_argument("--recipes", required=True, help="comma-separated")
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--max-windows", type=int, default=8)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    options.name = options.name or options.model
+    document = read_document(options.json, {"rows": []})
+    document["model"] = options.name
+    done = {row["recipe"] for row in document["rows"]}
+    with tempfile.TemporaryDirectory() as folder:
+        work = options.work or Path(folder)
+        work.mkdir(parents=True, exist_ok=True)
+        document["calibrate_command"] = calibrate(options, work)
+        for recipe in [None, *options.recipes.split(",")]:
+            if (recipe or "original") not in done:
+                document["rows"].append(measure(options, recipe, work))
+                write_document(options.json, document)
+    print(markdown(document))
+
+
+if __name__ == "__main__":
+    run_script(main)

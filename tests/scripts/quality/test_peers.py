@@ -1,0 +1,79 @@
+"""What a peer made of the weights is what gets evaluated, at the bits that it stores."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.models.families import block_linears, linear_weight
+from quantkit.models.loading import load_model
+from scripts.common import run_script
+from scripts.quality import peers
+from tests.cli.calls import run
+
+GROUP_BITS = 20
+
+
+def test_weights_of_the_peer_are_evaluated(
+    tiny_model: Callable[[str], Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, artifact, document = str(tiny_model("opt")), tmp_path / "c.safetensors", tmp_path / "p.json"
+    calibrate = ["calibrate", model, "--text", str(text_file), "--windows", "2", "--seq-len", "16"]
+    assert run(*calibrate, "--out", str(artifact)).exit_code == 0
+    evaluated = {}
+
+    def halved(folder: str, windows: torch.Tensor, _setting: Any, _device: str) -> dict[str, torch.Tensor]:
+        assert windows.shape == (2, 16)
+        loaded, _ = load_model(folder)
+        return {name: linear_weight(module).detach() / 2 for name, module in block_linears(loaded).items()}
+
+    def evaluate(*command: str) -> None:
+        loaded, _tokenizer = load_model(command[2])
+        evaluated.update({name: linear_weight(module) for name, module in block_linears(loaded).items()})
+        assert run(*command).exit_code == 0
+
+    monkeypatch.setattr(peers, "run_quantkit", evaluate)
+    monkeypatch.setattr(peers, "PEERS", {"half": peers.Peer("torch", halved, lambda bits: GROUP_BITS, "w / 2")})
+    arguments = [model, "--name", "tiny", "--text", str(text_file), "--calibration", str(artifact)]
+    arguments += ["--peers", "half:3:48", "--seq-len", "16", "--max-windows", "2", "--json", str(document)]
+    monkeypatch.setattr(sys, "argv", ["peers.py", *arguments])
+    peers.main()
+    original = block_linears(load_model(model)[0])
+    assert evaluated.keys() == original.keys()
+    for name, module in original.items():
+        assert torch.equal(evaluated[name], linear_weight(module) / 2), name
+    (row,) = json.loads(document.read_text())["rows"]
+    shapes = [linear_weight(module).shape for module in original.values()]
+    stored = sum(n * (3 * k + GROUP_BITS * -(-k // 48)) for n, k in shapes)
+    assert row["bits_per_weight"] == pytest.approx(stored / sum(n * k for n, k in shapes))
+    assert (row["model"], row["peer"], row["environment"]["device"]) == ("tiny", "half:3:48", "cpu")
+    assert "| tiny | half:3:48 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("peer", "message"),
+    [("gptk", "did you mean 'gptq'"), ("gptq", "pip install gptqmodel")],
+    ids=["unknown", "not-installed"],
+)
+def test_a_peer_that_cannot_run_is_named_in_one_line(
+    peer: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is loaded: neither model nor text exists."""
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    arguments = ["no-model", "--text", "no-text", "--calibration", "no-artifact", "--peers", f"{peer}:4:128"]
+    monkeypatch.setattr(sys, "argv", ["peers.py", *arguments, "--json", str(tmp_path / "p.json")])
+    with pytest.raises(SystemExit) as ended:
+        run_script(peers.main)
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    assert message in printed.err

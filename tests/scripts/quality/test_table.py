@@ -1,0 +1,52 @@
+"""A row of the quality tables says where and by which commands it was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.quality import table
+from tests.cli.calls import run
+
+
+def in_process(*arguments: str) -> float:
+    """Instead of a process per command."""
+    assert run(*arguments).exit_code == 0, arguments
+    return 0.0
+
+
+def test_rows_say_where_and_how(
+    tiny_model: Callable[[str], Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A row of another machine is kept as it is; the new ones carry this one, and settings reach quantize."""
+    monkeypatch.setattr(table, "CALIBRATION_SEQ_LEN", 16)
+    monkeypatch.setattr(table, "run_quantkit", in_process)
+    document = tmp_path / "t.json"
+    score = {"perplexity": 20.0, "stderr": 1.0}
+    kept = {"recipe": "original", "environment": {"device": "elsewhere"}, "evaluation": score}
+    document.write_text(json.dumps({"rows": [kept]}))
+    arguments = [str(tiny_model("opt")), "--name", "tiny", "--text", str(text_file), "--seq-len", "16"]
+    arguments += ["--calibration-text", str(text_file), "--windows", "2", "--work", str(tmp_path / "work")]
+    arguments += ["--recipes", "rtn-w4-g128+group_size=32", "--max-windows", "2", "--json", str(document)]
+    monkeypatch.setattr(sys, "argv", ["table.py", *arguments])
+    table.main()
+    first, row = json.loads(document.read_text())["rows"]
+    assert first == kept
+    assert row["recipe"] == "rtn-w4-g128+group_size=32"
+    assert row["environment"]["device"] == "cpu"
+    assert row["environment"]["packages"].keys() == {"quantkit", "torch", "transformers"}
+    shown = " ".join(row["quantize_command"])
+    assert "quantize tiny --recipe rtn-w4-g128 --set group_size=32 --calibration c.safetensors" in shown
+    assert row["bits_per_weight"] == 4 + (4 + 1) * 16 / 32
+    assert "model" not in row["evaluation"]
+    assert row["evaluation"]["perplexity"] > 1
+    assert f"| rtn-w4-g128+group_size=32 | {row['bits_per_weight']:.2f} |" in capsys.readouterr().out
+    assert (tmp_path / "work" / "rtn-w4-g128+group_size=32" / "config.json").exists()
