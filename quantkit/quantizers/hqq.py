@@ -76,9 +76,9 @@ def fit_half_quadratic(values: Tensor, bits: int, *, norm: float, rounds: int) -
     """
     grid = best = fit_uniform(values, torch.ones_like(values), bits, symmetric=False, clip=False)
     least, unit = _loss(values, grid, norm), 2 * grid.half_step[:, None]
-    for turn in range(rounds):
+    for step in range(rounds):
         codes, levels = grid.encode(values)
-        given_up = soft_threshold((values - levels) / unit, norm, _FIRST_PENALTY * _PENALTY_GROWTH**turn) * unit
+        given_up = soft_threshold((values - levels) / unit, norm, _FIRST_PENALTY * _PENALTY_GROWTH**step) * unit
         grid = _least_squares(values - given_up, codes, grid)
         loss = _loss(values, grid, norm)
         better = loss < least

@@ -50,13 +50,13 @@ def test_rounds_follow_the_published_steps() -> None:
     w, top = values[0].double().numpy(), 2**bits - 1
     step, offset = (w.max() - w.min()) / top, (w.max() + w.min()) / 2
     unit, found = step, []
-    for turn in range(4):
+    for k in range(4):
         codes = np.clip(np.round((w - offset) / step + top / 2), 0, top)
         error = w - ((codes - top / 2) * step + offset)
         found.append(((np.abs(error) ** NORM).sum(), step, offset))
         r = np.abs(error / unit)
         with np.errstate(divide="ignore"):  # an error of 0 is given up by 0
-            given_up = unit * np.sign(error) * np.maximum(0, r - r ** (NORM - 1) / 1.01**turn)
+            given_up = unit * np.sign(error) * np.maximum(0, r - r ** (NORM - 1) / 1.01**k)
         step, offset = np.polyfit(codes - top / 2, w - given_up, 1)
     _, step, offset = min(found)
     assert 2 * fitted.half_step.item() == pytest.approx(step, rel=GRID_RTOL)
