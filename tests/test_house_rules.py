@@ -17,7 +17,7 @@ SLOW_IMPORTS = ("torch", "transformers", "datasets", "accelerate", "cupy", "nump
 
 # Floors, lowest first; a module imports from its own floor or below.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "assets", "recipe", "stats", "progress", "hub"),
+    ("errors", "assets", "recipe", "stats", "progress", "hub", "storage"),
     ("formats", "cuda"),
     ("ops", "models", "data"),
     ("nn", "quantizers", "calibration"),
