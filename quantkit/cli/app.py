@@ -13,6 +13,7 @@ from quantkit.cli.calibrate import calibrate
 from quantkit.cli.common import fail
 from quantkit.cli.compare import compare
 from quantkit.cli.doctor import doctor
+from quantkit.cli.ending import ends_in_order
 from quantkit.cli.evaluate import app as evaluate_app
 from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
@@ -27,7 +28,8 @@ class _Program(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with ends_in_order():
+                return super().invoke(ctx)
         except QuantkitError as error:
             raise fail(error) from None
 
