@@ -83,8 +83,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
 
 
-def load_recipe(name_or_file: str, overrides: Iterable[str] = ()) -> Recipe:
-    """Read a recipe by name (shipped in recipes/) or by path, and apply ``key=value`` overrides to it.
+def load_recipe(name_or_file: str, settings: Iterable[str] = ()) -> Recipe:
+    """Read a recipe by name (shipped in recipes/) or by path, with ``key=value`` settings instead of its own.
 
     Raises RecipeError naming the file for anything missing, malformed or unknown.
     """
@@ -92,20 +92,20 @@ def load_recipe(name_or_file: str, overrides: Iterable[str] = ()) -> Recipe:
     document = read_yaml(path, f"recipe {path}", RecipeError)
     if not isinstance(document, dict):
         raise RecipeError(f"recipe {path}: expected a mapping with the keys {', '.join(_KEYS)}")
-    return parse_recipe(with_overrides(document, overrides), name=path.stem, where=str(path))
+    return parse_recipe(with_settings(document, settings), name=path.stem, where=str(path))
 
 
-def with_overrides(document: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Apply --set: ``method``, ``keep``, ``attention_bits`` are the recipe's own keys, every other key is a setting."""
-    settings = document.get("settings") or {}
-    if not isinstance(settings, dict):
+def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """The document with ``key=value``: method, keep and attention_bits are keys of its own, all others settings."""
+    own = document.get("settings") or {}
+    if not isinstance(own, dict):
         return document  # which parse_recipe refuses
-    merged = {**document, "settings": dict(settings)}
-    for override in overrides:
-        key, separator, text = override.partition("=")
+    merged = {**document, "settings": dict(own)}
+    for given in settings:
+        key, separator, text = given.partition("=")
         if not separator or not key:
-            raise RecipeError(f"--set {override}: expected key=value, for example --set group_size=64")
-        value = parse_yaml(text, f"--set {override}", RecipeError)
+            raise RecipeError(f"`settings` {given}: expected key=value, for example group_size=64")
+        value = parse_yaml(text, f"`settings` {given}", RecipeError)
         target = merged if key in ("method", "keep", "attention_bits") else merged["settings"]
         target[key] = value
     return merged

@@ -56,7 +56,7 @@ def test_first_matching_rule_wins_and_may_change_the_method() -> None:
         (["weight_bits=true"], "expects int"),
         (["method=bqc"], "did you mean 'bcq'"),
         (["weight_bits"], "expected key=value"),
-        (["weight_bits=[1"], "--set weight_bits"),
+        (["weight_bits=[1"], "`settings` weight_bits"),
         (["weight_bits=4.0"], "expects int"),
         (["weight_bits=0x" + "f" * 6000], "an integer of 24000 bits"),
         (["damping=.nan"], "expects float"),

@@ -154,7 +154,7 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
     if a.fingerprint != b.fingerprint or first.layers.keys() != second.layers.keys():
         raise CalibrationError(f"merge: made for different models ({a.model} and {b.model})")
     if a.seq_len != b.seq_len:
-        raise CalibrationError(f"merge: windows of {a.seq_len} and of {b.seq_len} tokens; use one --seq-len for both")
+        raise CalibrationError(f"merge: windows of {a.seq_len} and of {b.seq_len} tokens; use one `seq_len` for both")
     rows = [{tuple(row) for row in windows.tolist()} for windows in (first.windows, second.windows)]
     if rows[0] <= rows[1] or rows[1] <= rows[0]:
         raise CalibrationError("merge: one artifact holds all windows of the other; they would be counted twice")

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 import quantkit
 from quantkit.cli.bench import app as bench_app
 from quantkit.cli.calibrate import calibrate
-from quantkit.cli.common import fail
+from quantkit.cli.common import Program
 from quantkit.cli.compare import compare
 from quantkit.cli.doctor import doctor
-from quantkit.cli.ending import ends_in_order
 from quantkit.cli.evaluate import app as evaluate_app
 from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
 from quantkit.cli.quantize import quantize
 from quantkit.cli.report import report
 from quantkit.cli.search import search
-from quantkit.errors import QuantkitError
-
-
-class _Program(TyperGroup):
-    """Turns an expected error of any command into one line on stderr and exit code 2."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            with ends_in_order():
-                return super().invoke(ctx)
-        except QuantkitError as error:
-            raise fail(error) from None
-
 
 app = typer.Typer(
-    cls=_Program,
+    cls=Program,
     help="Make large language models small and fast after training.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli.common import JsonOption, check_json_path, print_facts, print_table, write_json
+from quantkit.cli.common import JsonOption, Program, check_json_path, print_facts, print_table, write_json
 from quantkit.errors import BenchError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from quantkit.bench.prefill import PrefillResult
 
 app = typer.Typer(
-    help="Measure speed: one Linear, a whole model's decoding, or its context pass.", no_args_is_help=True
+    cls=Program, help="Measure speed: one Linear, a whole model's decoding, or its context pass.", no_args_is_help=True
 )
 
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]

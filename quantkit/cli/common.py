@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +13,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
-from quantkit.errors import OutputError, refusing
+from quantkit.cli.ending import ends_in_order
+from quantkit.errors import OutputError, QuantkitError, refusing
 from quantkit.storage.output import write_file
 from quantkit.storage.place import check_file
 
 EXIT_USER_ERROR = 2
 PIPED_WIDTH = 500  # the widest table, inspect of flatten layers, takes 300
+_PARAMETER = re.compile(r"`(\w+)`")
 
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the numbers as JSON.")]
 SetOption = Annotated[
@@ -36,11 +40,34 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def fail(error: Exception) -> typer.Exit:
-    """Print the error as one line on stderr; raise what this returns."""
-    with contextlib.suppress(OSError):  # a stderr that is full or closed takes nothing; the exit status says it
-        typer.echo(f"quantkit: error: {one_line(error)}", err=True)
-    return typer.Exit(EXIT_USER_ERROR)
+class Program(TyperGroup):
+    """Commands whose expected errors are one line on stderr and exit code 2.
+
+    Errors of the library name its parameters, as `seq_len`. A command's own parameters have the same names, so the line
+    can name the options that set them, as --seq-len.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with ends_in_order():
+                return super().invoke(ctx)
+        except QuantkitError as error:
+            command = self.commands.get(ctx.invoked_subcommand)
+            with suppress(OSError):  # a stderr that is full or closed takes nothing; the exit status says it
+                typer.echo(f"quantkit: error: {with_options(one_line(error), command)}", err=True)
+            raise typer.Exit(EXIT_USER_ERROR) from None
+
+
+def with_options(message: str, command: Any) -> str:
+    """The message with every `parameter` as the option of the command that sets it, or bare where it has none."""
+    options = {} if not isinstance(command, TyperCommand) else _options(command)
+    return _PARAMETER.sub(lambda found: options.get(found[1], found[1]), message)
+
+
+def _options(command: TyperCommand) -> dict[str, str]:
+    """Parameter -> its first long option."""
+    named = ((parameter.name, [name for name in parameter.opts if name[:2] == "--"]) for parameter in command.params)
+    return {name: options[0] for name, options in named if name and options}
 
 
 def check_json_path(path: Path | None, option: str = "--json") -> None:

@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.common import JsonOption, check_json_path, print_facts, print_table, write_json
+from quantkit.cli.common import JsonOption, Program, check_json_path, print_facts, print_table, write_json
 
-app = typer.Typer(help="Measure the quality of a model or of a quantized checkpoint.", no_args_is_help=True)
+app = typer.Typer(
+    cls=Program, help="Measure the quality of a model or of a quantized checkpoint.", no_args_is_help=True
+)
 
 
 @app.command()

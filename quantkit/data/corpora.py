@@ -23,7 +23,7 @@ ROW_SEPARATOR = "\n\n"
 _WIKITEXT_BLANK_LINE = " \n"
 _C4_DOCUMENTS = 4096  # about 9 MB: many times what calibration reads, a small part of the first shard
 _PYDOC_TEST_EVERY = 4  # pages; what is calibrated on must not be evaluated on
-_OFFLINE_WAYS = "use --dataset pydoc, --text FILE, or HF_HUB_OFFLINE=1 with a cached download"
+_OFFLINE_WAYS = "use `dataset` pydoc, `text` FILE, or HF_HUB_OFFLINE=1 with a cached download"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def check_text(dataset: str | None, text: Path | None) -> None:
     Raises DataError for none or two, an unknown dataset, a missing file, a wrong suffix or an unreachable hub.
     """
     if (dataset is None) == (text is None):
-        raise DataError(f"give either --dataset ({', '.join(DATASETS)}) or --text FILE")
+        raise DataError(f"give either `dataset` ({', '.join(DATASETS)}) or `text` FILE")
     if text is not None:
         if text.suffix not in _READERS:
             raise DataError(f"text {text}: suffix {text.suffix!r} is not one of {', '.join(_READERS)}")
@@ -87,7 +87,7 @@ def check_text(dataset: str | None, text: Path | None) -> None:
             raise DataError(f"text {text}: no such file")
         return
     if dataset not in DATASETS:
-        raise DataError(f"dataset {dataset!r}: known are {', '.join(DATASETS)}; use --text FILE for your own")
+        raise DataError(f"dataset {dataset!r}: known are {', '.join(DATASETS)}; use `text` FILE for your own")
     if DATASETS[dataset].hub is not None:
         problem = hub_problem()
         if problem is not None and not problem.startswith("HF_HUB_OFFLINE"):

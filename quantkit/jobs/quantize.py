@@ -109,7 +109,7 @@ def _check_calibration(
         if method.needs_stats(plan.settings) or method.needs_hessian(plan.settings):
             raise CalibrationError(
                 f"recipe {recipe.name}: method {plan.method} needs a calibration artifact for {name}; "
-                "make one with 'quantkit calibrate' and pass --calibration"
+                "make one with 'quantkit calibrate' and pass it as `calibration`"
             )
 
 
@@ -119,7 +119,7 @@ def _check_attention(recipe: Recipe, artifact: Calibration | None, model: nn.Mod
         if artifact is None:
             raise CalibrationError(
                 f"recipe {recipe.name}: attention_bits needs a calibration artifact for the ranges of Q, K and V; "
-                "make one with 'quantkit calibrate' and pass --calibration"
+                "make one with 'quantkit calibrate' and pass it as `calibration`"
             )
 
 

@@ -20,7 +20,7 @@ from quantkit.jobs.quantize import quantize_model
 from quantkit.methods import check_recipe, plan_layers
 from quantkit.models.families import block_linears
 from quantkit.models.loading import is_quantized, load_model, stored_dtype
-from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_overrides
+from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_settings
 from quantkit.search.document import plan_document, plan_recipe, plan_text
 from quantkit.search.measure import corrected_losses, measure_layers
 from quantkit.search.plan import Mode, Plan, Problem, choose
@@ -39,7 +39,7 @@ from quantkit.storage.output import output_file
 PLAN_SUFFIXES = (".yaml", ".yml")
 _BUDGETS = {"bpw": "bits per weight", "bytes": "bytes", "kl": "nats per token"}
 _KL_ROUNDS = 6
-_KL_TOKENS = 4096  # calibration tokens on which a --max-kl promise is measured
+_KL_TOKENS = 4096  # calibration tokens on which the promise of a budget of KL is measured
 _CLOSE_ENOUGH = 0.9  # a measured KL above this share of the limit is not tried to be used up further
 
 
@@ -73,7 +73,7 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """measured_kl: of the model quantized by the plan, on calibration text; only measured under --max-kl.
+    """measured_kl: of the model quantized by the plan, on calibration text; only measured within a budget of KL.
 
     bytes: of the weight files, not exceeded when written.
     """
@@ -85,25 +85,25 @@ class SearchResult:
     table_file: Path
 
 
-def search_settings(overrides: Sequence[str]) -> SearchSettings:
+def search_settings(settings: Sequence[str]) -> SearchSettings:
     """Settings from ``key=value``: method and keep, per, measure and device, and the method's own.
 
     Raises RecipeError for anything else.
     """
-    document = with_overrides({"schema": SCHEMA, "method": "bcq", "settings": {}}, overrides)
+    document = with_settings({"schema": SCHEMA, "method": "bcq", "settings": {}}, settings)
     own = {key: document["settings"].pop(key) for key in ("per", "measure", "device") if key in document["settings"]}
-    recipe = parse_recipe(document, name="search", where="--set")
+    recipe = parse_recipe(document, name="search", where="`settings`")
     if recipe.attention_bits is not None:
-        raise RecipeError("--set attention_bits: no matter of the search; give it to 'quantize --recipe PLAN'")
+        raise RecipeError("`settings` attention_bits: no matter of the search; set it when the plan is applied")
     chosen = sorted({"weight_bits", "group_size"} & recipe.settings.keys())
     if chosen:
-        raise RecipeError(f"--set {chosen[0]}: is what the search chooses; give --bits and --groups")
+        raise RecipeError(f"`settings` {chosen[0]}: is what the search chooses; give widths and groups to choose from")
     if own.get("per", "layer") not in ("layer", "type"):
-        raise RecipeError(f"--set per={own['per']}: choose layer or type")
+        raise RecipeError(f"`settings` per={own['per']}: choose layer or type")
     if not isinstance(own.get("measure", -1), int) or isinstance(own.get("measure"), bool):
-        raise RecipeError(f"--set measure={own['measure']}: expected a number of layers, -1 for all")
+        raise RecipeError(f"`settings` measure={own['measure']}: expected a number of layers, -1 for all")
     if not isinstance(own.get("device", "cpu"), str):
-        raise RecipeError(f"--set device={own['device']}: expected cpu, cuda, cuda:1, ...")
+        raise RecipeError(f"`settings` device={own['device']}: expected cpu, cuda, cuda:1, ...")
     return SearchSettings(recipe, **own)
 
 
@@ -116,19 +116,19 @@ def search(
     options: Sequence[Option],
     settings: SearchSettings,
 ) -> SearchResult:
-    """Find the plan of least predicted KL within the budget (or, under --max-kl, the smallest) and write it.
+    """Find the plan of least predicted KL within the budget (or, for a budget of KL, the smallest) and write it.
 
     Writes ``out``, a recipe, and beside it the same name with .json: what ``quantkit report`` shows.
     Raises QuantkitError before the long work for impossible input, RecipeError where nothing fits the budget.
     """
     if out.suffix not in PLAN_SUFFIXES:
-        raise RecipeError(f"--out {out}: a plan is a recipe; give it the suffix .yaml")
+        raise RecipeError(f"`out` {out}: a plan is a recipe; give it the suffix .yaml")
     # The inner one is written first: where the recipe is, the document is too.
     with output_file(out) as recipe_file, output_file(out.with_suffix(".json")) as document_file:
         source = _open_source(model, calibration, options, settings)
         result, document = _find(source, options, budget)
         recipe = plan_recipe(result.plan, settings.base)
-        with refusing(f"--out {out} cannot be written", OutputError):
+        with refusing(f"`out` {out} cannot be written", OutputError):
             recipe_file.write_text(plan_text(recipe, document, out.with_suffix(".json").name), encoding="utf-8")
             document_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return result
@@ -241,7 +241,7 @@ def _best_within(problem: Problem, budget: Budget, files: _Files, per: Mode) -> 
             if budget.kind == "bpw"
             else f"{int(smallest) + files.fixed} bytes, {files.fixed} of them unquantized"
         )
-        raise RecipeError(f"nothing fits the budget: the smallest choice takes {least}; add smaller --bits or --groups")
+        raise RecipeError(f"nothing fits the budget: the smallest choice takes {least}; add fewer bits, larger groups")
     return plan
 
 
@@ -266,7 +266,7 @@ def _smallest_within_kl(problem: Problem, limit: float, source: _Source) -> tupl
             break
         allowed *= limit / measured
     if best is None:
-        raise RecipeError(f"--max-kl {limit}: not kept; the last plan tried measures {measured:.4g}; add larger --bits")
+        raise RecipeError(f"a KL of {limit} is not kept; the last plan tried measures {measured:.4g}; add more bits")
     return best
 
 

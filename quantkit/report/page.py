@@ -44,22 +44,22 @@ def write_report(source: Path, out: Path | None, plot: Path | None) -> list[Path
 
     Raises EvaluationError, before anything is written, for unfit paths, nothing to show, or missing matplotlib.
     """
-    for option, path, suffix in (("--out", out, ".html"), ("--plot", plot, ".png")):
+    for name, path, suffix in (("out", out, ".html"), ("plot", plot, ".png")):
         if path is not None and path.suffix != suffix:
-            raise EvaluationError(f"{option} {path}: give the file the suffix {suffix}")
+            raise EvaluationError(f"`{name}` {path}: give the file the suffix {suffix}")
         if path is not None:
-            check_file(path, option, replace=True)
+            check_file(path, f"`{name}`", replace=True)
     check_matplotlib()
     sources = find_sources(source)
     figures = all_figures(sources) if plot is not None else []
     if plot is not None and not figures:
-        raise EvaluationError(f"--plot {plot}: {source} holds nothing that makes a figure")
+        raise EvaluationError(f"`plot` {plot}: {source} holds nothing that makes a figure")
     written = []
     if out is not None:
-        write_file(out, page(source.name, sources).encode(), "--out")
+        write_file(out, page(source.name, sources).encode(), "`out`")
         written.append(out)
     if plot is not None:
-        write_file(plot, png(figures), "--plot")
+        write_file(plot, png(figures), "`plot`")
         written.append(plot)
     return written
 

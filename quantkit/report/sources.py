@@ -54,8 +54,8 @@ def find_sources(path: Path) -> Sources:
     sources = _sort_out(path, checkpoints, [file for folder in folders for file in sorted(folder.glob("*.json"))])
     if sources.empty:
         raise EvaluationError(
-            f"report {path}: holds no checkpoint, plan or measurement; make some with quantkit search, compare, or "
-            f"eval with --json {path / 'NAME.json'}"
+            f"report {path}: holds no checkpoint, plan or measurement; make some with quantkit search, or with "
+            "quantkit compare and eval, which write their numbers as JSON"
         )
     return sources
 

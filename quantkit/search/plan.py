@@ -22,7 +22,7 @@ class Plan:
     """The option of every layer, in the model's order.
 
     stored: bytes of all quantized tensors. predicted_kl: nats per token, summed over layers.
-    gap: how much smaller the objective (KL, or bytes under --max-kl) could be at most; 0 where proven best.
+    gap: how much smaller the objective (KL, or bytes within a budget of KL) could be at most; 0 where proven best.
     """
 
     options: Mapping[str, Option]

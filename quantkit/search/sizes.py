@@ -36,7 +36,7 @@ def parse_bytes(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS or len(match[1]) > _MOST_DIGITS:
-        raise RecipeError(f"--max-bytes {text}: expected a size such as 90MB, 1.5GiB or 90000000")
+        raise RecipeError(f"budget {text}: expected a size such as 90MB, 1.5GiB or 90000000")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

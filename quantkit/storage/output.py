@@ -108,14 +108,14 @@ def output_folder(out: Path, *, replace: bool, foreign: Foreign, source: Path | 
 
 
 @contextmanager
-def output_file(out: Path, option: str = "--out", *, replace: bool = False) -> Iterator[Path]:
+def output_file(out: Path, parameter: str = "`out`", *, replace: bool = False) -> Iterator[Path]:
     """A path to write a file to; when the block ends it stands at ``out``, whole, and after an error it never was.
 
     replace: whether a file that stands there gives way. Otherwise ``out`` is locked as well: a second writer is refused
     before its work. Raises OutputError as output_folder does.
     """
-    what = f"{option} {out}"
-    place = check_file(out, option, replace=replace)
+    what = f"{parameter} {out}"
+    place = check_file(out, parameter, replace=replace)
     with nullcontext() if replace else locked(what, place):
         if not replace:
             with refusing(f"{what} cannot be written", OutputError):
@@ -142,14 +142,14 @@ def _move_file(work: Path, place: Path, replace: bool) -> None:
     _sync(place.parent)
 
 
-def write_file(out: Path, content: bytes, option: str = "--out") -> None:
+def write_file(out: Path, content: bytes, parameter: str = "`out`") -> None:
     """Write a file in one step, replacing one that stands there; a pipe or a terminal is written to as it is."""
-    place = check_file(out, option, replace=True)
-    with refusing(f"{option} {out} cannot be written", OutputError):
+    place = check_file(out, parameter, replace=True)
+    with refusing(f"{parameter} {out} cannot be written", OutputError):
         if is_stream(place):
             place.write_bytes(content)
             return
-        with output_file(out, option, replace=True) as work:
+        with output_file(out, parameter, replace=True) as work:
             work.write_bytes(content)
 
 
@@ -159,10 +159,10 @@ def _replaceable(out: Path, place: Path, replace: bool, foreign: Foreign) -> int
     if found is None or is_absent_or_empty(place):
         return None
     if not replace:
-        raise OutputError(f"output {out}: the folder is not empty; pass --overwrite to replace it")
+        raise OutputError(f"output {out}: the folder is not empty; pass `overwrite` to replace it")
     problem = foreign(place)
     if problem is not None:
-        raise OutputError(f"output {out}: {problem}, so --overwrite will not delete it")
+        raise OutputError(f"output {out}: {problem}, so `overwrite` will not delete it")
     return found.st_ino
 
 

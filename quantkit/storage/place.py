@@ -26,15 +26,15 @@ _MAX_NAME = 200  # bytes; longer names are hashed, for the hidden name is longer
 _SPARE_PATH = 64  # bytes left for the names of files in a folder
 
 
-def check_file(out: Path, option: str = "--out", *, replace: bool = False) -> Path:
+def check_file(out: Path, parameter: str = "`out`", *, replace: bool = False) -> Path:
     """Where ``out`` is, links resolved, once it is known that a file can be written there.
 
     Raises OutputError for a folder, a place that cannot be written, or, without ``replace``, one that is taken.
     """
-    what = f"{option} {out}"
+    what = f"{parameter} {out}"
     if replace and is_stream(out):
         return out
-    place = checked_place(out, option)
+    place = checked_place(out, parameter)
     with refusing(f"{what} cannot be written", OutputError):
         if replace:
             place = place.resolve()
@@ -62,12 +62,12 @@ def is_stream(path: Path) -> bool:
     return False
 
 
-def checked_place(out: Path, option: str) -> Path:
+def checked_place(out: Path, parameter: str) -> Path:
     """The absolute path; the folders above it are free of links and dots, so that it is one name in one folder."""
-    with refusing(f"{option} {out} cannot be written", OutputError):
+    with refusing(f"{parameter} {out} cannot be written", OutputError):
         place = out.resolve() if out.name in ("", "..") else out.absolute()
         if not place.name:
-            raise OutputError(f"{option} {out}: is the root folder; name something in it")
+            raise OutputError(f"{parameter} {out}: is the root folder; name something in it")
         return place.parent.resolve() / place.name
 
 

@@ -82,7 +82,7 @@ def test_unreachable_hub_answers_in_time_and_names_the_offline_ways(
     message = _refusal(dataset, None)
     assert time.perf_counter() - started < HUB_ANSWER_SECONDS
     assert f"dataset {dataset}: the hub (https://hub.invalid) cannot be reached" in message
-    assert "--dataset pydoc" in message
+    assert "`dataset` pydoc" in message
     assert "HF_HUB_OFFLINE=1" in message
 
 
@@ -92,8 +92,8 @@ def test_offline_mode_leaves_the_cache_to_datasets(monkeypatch: pytest.MonkeyPat
 
 
 def test_neither_or_both_sources_are_refused(tmp_path: Path) -> None:
-    assert "give either --dataset" in _refusal(None, None)
-    assert "give either --dataset" in _refusal("pydoc", tmp_path / "a.txt")
+    assert "give either `dataset`" in _refusal(None, None)
+    assert "give either `dataset`" in _refusal("pydoc", tmp_path / "a.txt")
 
 
 def test_unknown_dataset_lists_the_known_ones() -> None:

@@ -129,8 +129,8 @@ def test_recipes_of_one_family_are_joined() -> None:
 @pytest.mark.parametrize(
     ("out", "plot", "message"),
     [
-        ("r.htm", None, "--out .*suffix .html"),
-        ("r.html", "r.pdf", "--plot .*suffix .png"),
+        ("r.htm", None, "`out` .*suffix .html"),
+        ("r.html", "r.pdf", "`plot` .*suffix .png"),
         ("none/r.html", None, "does not exist"),
     ],
     ids=["html", "png", "folder"],

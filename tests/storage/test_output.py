@@ -105,9 +105,9 @@ def test_an_empty_folder_is_taken_as_the_place(tmp_path: Path) -> None:
 
 def test_a_full_folder_is_replaced_only_on_demand_and_only_ours(tmp_path: Path) -> None:
     fill(tmp_path / "out", "old")
-    assert "pass --overwrite" in refusal(tmp_path / "out")
+    assert "pass `overwrite`" in refusal(tmp_path / "out")
     (tmp_path / "out" / "thesis.tex").write_text("work of years")
-    assert "holds thesis.tex, so --overwrite will not delete it" in refusal(tmp_path / "out", replace=True)
+    assert "holds thesis.tex, so `overwrite` will not delete it" in refusal(tmp_path / "out", replace=True)
     assert (tmp_path / "out" / "thesis.tex").read_text() == "work of years"
 
 
