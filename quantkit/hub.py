@@ -28,8 +28,8 @@ def hub_problem() -> str | None:
 
 
 def _answers(endpoint: str) -> bool:
-    request = urllib.request.Request(endpoint, method="HEAD")
     try:
+        request = urllib.request.Request(endpoint, method="HEAD")
         with urllib.request.urlopen(request, timeout=PROBE_SECONDS):
             return True
     except urllib.error.HTTPError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -130,8 +131,10 @@ def _settings(recipe: str, method: str, values: dict[str, Any]) -> Any:
 
 
 def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a YAML value is of the annotated type; an integer counts as a float, a bool not as a number."""
+    """Whether a YAML value is of the annotated type; an integer counts as a float, a bool or NaN not as a number."""
     options = get_args(wanted) or (wanted,)
     if isinstance(value, bool):
         return bool in options
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
     return isinstance(value, options) or (isinstance(value, int) and float in options)

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-import yaml
-
 from quantkit.assets import recipe_path
 from quantkit.errors import RecipeError
+from quantkit.storage.documents import parse_yaml, read_yaml
 
 SCHEMA = 1
 _KEYS = ("schema", "method", "settings", "keep", "attention_bits", "layers")
@@ -90,10 +89,7 @@ def load_recipe(name_or_file: str, settings: Iterable[str] = ()) -> Recipe:
     Raises RecipeError naming the file for anything missing, malformed or unknown.
     """
     path = recipe_path(name_or_file)
-    try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"recipe {path}: {' '.join(str(error).split())}") from error
+    document = read_yaml(path, f"recipe {path}", RecipeError)
     if not isinstance(document, dict):
         raise RecipeError(f"recipe {path}: expected a mapping with the keys {', '.join(_KEYS)}")
     return parse_recipe(with_settings(document, settings), name=path.stem, where=str(path))
@@ -101,15 +97,15 @@ def load_recipe(name_or_file: str, settings: Iterable[str] = ()) -> Recipe:
 
 def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """The document with ``key=value``: method, keep and attention_bits are keys of its own, all others settings."""
-    merged = {**document, "settings": dict(document.get("settings") or {})}
+    own = document.get("settings") or {}
+    if not isinstance(own, dict):
+        return document  # which parse_recipe refuses
+    merged = {**document, "settings": dict(own)}
     for given in settings:
         key, separator, text = given.partition("=")
         if not separator or not key:
             raise RecipeError(f"`settings` {given}: expected key=value, for example group_size=64")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise RecipeError(f"`settings` {given}: {' '.join(str(error).split())}") from error
+        value = parse_yaml(text, f"`settings` {given}", RecipeError)
         target = merged if key in ("method", "keep", "attention_bits") else merged["settings"]
         target[key] = value
     return merged
@@ -123,7 +119,7 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
     for key in document:
         if key not in _KEYS:
             raise RecipeError(f"recipe {where}: unknown key {key!r}; {nearest(str(key), _KEYS)}")
-    if document.get("schema") != SCHEMA:
+    if document.get("schema") != SCHEMA or isinstance(document["schema"], bool):
         raise RecipeError(f"recipe {where}: schema is {document.get('schema')!r}; this version reads schema: {SCHEMA}")
     if not isinstance(document.get("method"), str):
         raise RecipeError(f"recipe {where}: 'method' is missing; name a quantization method")
@@ -132,14 +128,17 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
     rules = document.get("layers") or []
     if not isinstance(settings, dict) or not isinstance(keep, list) or not isinstance(rules, list):
         raise RecipeError(f"recipe {where}: 'settings' is a mapping, 'keep' and 'layers' are lists")
+    for glob in keep:
+        if not isinstance(glob, str):
+            raise RecipeError(f"recipe {where}: 'keep' holds {glob!r}; every entry is a glob on module names")
     attention_bits = document.get("attention_bits")
-    if attention_bits not in _ATTENTION_BITS:
+    if attention_bits not in _ATTENTION_BITS or isinstance(attention_bits, float):
         raise RecipeError(f"recipe {where}: attention_bits is {attention_bits!r}; choose 8, or leave it out for none")
     return Recipe(
         name=name,
         method=document["method"],
         settings=settings,
-        keep=tuple(str(glob) for glob in keep),
+        keep=tuple(keep),
         layers=tuple(_parse_rule(rule, where) for rule in rules),
         attention_bits=attention_bits,
     )
@@ -148,5 +147,7 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
 def _parse_rule(rule: Any, where: str) -> LayerRule:
     if not isinstance(rule, dict) or not isinstance(rule.get("match"), str):
         raise RecipeError(f"recipe {where}: every entry of 'layers' needs a 'match' glob, got {rule!r}")
+    if not isinstance(rule.get("method"), str | None):
+        raise RecipeError(f"recipe {where}: the method of {rule['match']!r} is {rule['method']!r}, not a name")
     settings = {key: value for key, value in rule.items() if key not in ("match", "method")}
     return LayerRule(match=rule["match"], method=rule.get("method"), settings=settings)

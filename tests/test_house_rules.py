@@ -20,7 +20,7 @@ SLOW_IMPORTS = ("torch", "transformers", "datasets", "accelerate", "cupy", "nump
 
 # Floors, lowest first; a module imports from its own floor or below.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "assets", "cpu", "recipe", "stats", "progress", "hub"),
+    ("errors", "assets", "cpu", "recipe", "stats", "progress", "hub", "storage"),
     ("formats", "cuda"),
     ("ops", "models", "data"),
     ("nn", "quantizers", "calibration"),
@@ -42,13 +42,12 @@ BANNED: dict[str, str] = {
     "settle": "prepare_for_device; settled says that nothing writes a weight any more",
     "unturned": "rotary",
     "parted": "chunk: a batch is taken in chunks",
-    "finish": "epilogue",
-    "finished": "epilogue",
     "turn": "rotary: angles rotate a head; step: a pass of a loop",
     "unturn": "rotary",
 }
 # In these rooms only; elsewhere they mean something else, such as rows of a table.
 BANNED_IN: dict[str, dict[str, str]] = {
+    "ops": {"finish": "epilogue", "finished": "epilogue"},
     "runtime": {"rows": "M: tokens; N: out_features", "columns": "K: in_features", "slices": "split-KV"},
     "nn": {"rows": "M: tokens; N: out_features", "columns": "K: in_features"},
     "models": {"rows": "M: tokens; N: out_features", "columns": "K: in_features"},

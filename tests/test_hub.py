@@ -50,3 +50,13 @@ def test_offline_mode_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.getaddrinfo", lambda *_arguments, **_options: pytest.fail("asked the network"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert hub_problem() == "HF_HUB_OFFLINE is set"
+
+
+@pytest.mark.parametrize("endpoint", ["garbage", "http://", "http://[", "file:///etc"])
+def test_an_endpoint_that_is_no_address_is_out_of_reach(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    assert hub_problem() == f"the hub ({endpoint}) cannot be reached"
+    assert capfd.readouterr().err == ""

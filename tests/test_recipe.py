@@ -57,8 +57,15 @@ def test_first_matching_rule_wins_and_may_change_the_method() -> None:
         (["method=bqc"], "did you mean 'bcq'"),
         (["weight_bits"], "expected key=value"),
         (["weight_bits=[1"], "`settings` weight_bits"),
+        (["weight_bits=4.0"], "expects int"),
+        (["weight_bits=0x" + "f" * 6000], "an integer of 24000 bits"),
+        (["damping=.nan"], "expects float"),
+        (["damping=.inf"], "expects float"),
+        (["keep=[&a x, *a]"], "aliases"),
     ],
-    ids=["key", "group", "bits", "word", "bool", "method", "no-value", "yaml"],
+    ids=[
+        *("key", "group", "bits", "word", "bool", "method", "no-value", "yaml", "float", "huge", "nan", "inf", "alias"),
+    ],
 )
 def test_bad_overrides_are_refused_with_a_hint(overrides: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
@@ -75,8 +82,18 @@ def test_bad_overrides_are_refused_with_a_hint(overrides: list[str], message: st
         ("just words", "expected a mapping"),
         ("schema: 1\nmethod: bcq\nlayers: [{weight_bits: 3}]\n", "needs a 'match' glob"),
         ("schema: 1\nmethod: bcq\nkeep: lm_head\n", "are lists"),
+        ("schema: 1\nmethod: bcq\nkeep: [1]\n", "'keep' holds 1"),
+        ("schema: true\nmethod: bcq\n", "schema is True"),
+        ("schema: 1\nmethod: bcq\nsettings: [a]\n", "'settings' is a mapping"),
+        ("schema: 1\nmethod: bcq\nattention_bits: 8.0\n", "attention_bits is 8.0"),
+        ("schema: 1\nmethod: bcq\nlayers: [{match: a, method: [b]}]\n", "the method of 'a' is"),
+        ("schema: 1\nmethod: bcq\nmethod: rtn\n", "line 3: the key 'method' stands twice"),
+        ("schema: 1\nmethod: bcq\nkeep: &k [a]\nlayers: *k\n", "aliases"),
     ],
-    ids=["key", "schema", "method", "yaml", "scalar", "rule", "keep"],
+    ids=[
+        *("key", "schema", "method", "yaml", "scalar", "rule", "keep", "keep-number", "schema-bool", "settings"),
+        *("attention-float", "method-list", "key-twice", "alias"),
+    ],
 )
 def test_malformed_files_are_refused_naming_the_file(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"

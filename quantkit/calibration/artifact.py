@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import json
-import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from safetensors.torch import load_file
+from torch import Tensor
 
-from quantkit.errors import CalibrationError
+from quantkit.errors import CalibrationError, OutputError, refusing
+from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.loading import fingerprint
 from quantkit.stats import HISTOGRAM_BINS, SAMPLE_ROWS, LayerStats
+from quantkit.storage.checks import anything, check_document, list_of, map_of, record, text, whole
+from quantkit.storage.documents import parse_json
+from quantkit.storage.output import output_file
+from quantkit.storage.tensors import DTYPES, TensorFile, Verification, read_header, verifies, write_tensors
 
 SCHEMA = 1
+_DOCUMENT_KEY = "quantkit.calibration"
 _FIELDS = ("absmax", "mean_abs", "mean_square", "histogram", "sample")
+_SIGNED = ("sample",)  # the others are magnitudes and counts
 _MERGE_SEED = 0
+_TEXT = record({"name": text, "sha256": text, "seed": whole(0), "windows": whole(1)}, closed=True)
+_META = {"model": text, "fingerprint": text, "texts": list_of(_TEXT, least=1), "seq_len": whole(1), "quantkit": text}
+_DOCUMENT = record(
+    {"schema": anything, "aliases": map_of(text, least=1), "meta": record(_META, closed=True)}, closed=True
+)
+_DAMAGED = "damaged; collect it anew"
 
 
 @dataclass(frozen=True)
@@ -70,55 +82,51 @@ class Calibration:
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
-    """Write the artifact in one step: the file is complete or absent.
+    """Write the artifact in one step, over one that stands there.
 
-    Raises CalibrationError where the folder cannot be written.
+    Raises OutputError where it cannot be written.
     """
+    with output_file(path, "calibration", replace=True) as work:
+        write_calibration(calibration, work, f"calibration {path}")
+
+
+def write_calibration(calibration: Calibration, path: Path, what: str) -> None:
+    """Write the artifact to a path of ``output_file``. Raises OutputError that begins with ``what``."""
     owners: dict[int, str] = {}
     aliases = {name: owners.setdefault(id(stats), name) for name, stats in calibration.layers.items()}
-    tensors = {"windows": calibration.windows.to(torch.int32).contiguous()}
+    tensors = {"windows": calibration.windows.to(torch.int32)}
     for name in owners.values():
-        tensors |= {f"{name}:{field}": getattr(calibration.layers[name], field).contiguous() for field in _FIELDS}
+        tensors |= {f"{name}:{field}": getattr(calibration.layers[name], field) for field in _FIELDS}
     document = {"schema": SCHEMA, "aliases": aliases, "meta": asdict(calibration.meta)}
-    path = path.absolute()
-    try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-            draft = Path(scratch) / path.name
-            save_file(tensors, draft, metadata={"quantkit.calibration": json.dumps(document)})
-            draft.replace(path)
-    except OSError as error:
-        raise CalibrationError(f"calibration {path}: cannot be written ({error.strerror or error})") from error
+    with refusing(f"{what} cannot be written", OutputError):
+        write_tensors(path, tensors, {_DOCUMENT_KEY: json.dumps(document)})
 
 
 def load_calibration(path: Path) -> Calibration:
     """Read an artifact back.
 
-    Raises CalibrationError for a missing, damaged or foreign file, an unknown schema, missing or mis-shaped tensors.
+    Raises CalibrationError for a missing, damaged or foreign file, an unknown schema, tensors that are missing, not
+    known, of the wrong shape or dtype, or hold what no calibration gives.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            document = _parse_document(path, file.metadata() or {})
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CalibrationError(f"calibration {path}: cannot be read ({error})") from error
-    try:
-        texts = tuple(TextSource(**text) for text in document["meta"].pop("texts"))
-        meta = CalibrationMeta(texts=texts, **document["meta"])
-        aliases: dict[str, str] = document["aliases"]
-        stats = {name: _read_stats(name, tensors, meta.tokens) for name in dict.fromkeys(aliases.values())}
-        calibration = Calibration({name: stats[owner] for name, owner in aliases.items()}, tensors["windows"], meta)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CalibrationError(
-            f"calibration {path}: damaged, {error} is missing or malformed; collect it anew"
-        ) from error
-    except ValueError as error:
-        raise CalibrationError(f"calibration {path}: damaged, {error}; collect it anew") from error
-    if calibration.windows.shape != (meta.tokens // meta.seq_len, meta.seq_len):
-        raise CalibrationError(f"calibration {path}: damaged, windows are {tuple(calibration.windows.shape)}")
-    return calibration
+    what = f"calibration {path}"
+    file = read_header(path, what, CalibrationError)
+    document = _document(what, file)
+    meta = document["meta"]
+    texts = tuple(TextSource(**text) for text in meta["texts"])
+    about = CalibrationMeta(meta["model"], meta["fingerprint"], texts, meta["seq_len"], meta["quantkit"])
+    aliases: dict[str, str] = document["aliases"]
+    _check_tensors(what, file, aliases, about)
+    verification = Verification([file], CalibrationError) if verifies() else None
+    with refusing(f"{what} cannot be read", CalibrationError):
+        tensors = load_file(path)
+    if verification is not None:
+        verification.finish()
+    stats = {name: _read_stats(what, name, tensors, about.tokens) for name in dict.fromkeys(aliases.values())}
+    _check_values(what, "windows", tensors["windows"], signed=False)
+    return Calibration({name: stats[owner] for name, owner in aliases.items()}, tensors["windows"], about)
 
 
-def check_model(calibration: Calibration, model: nn.Module) -> None:
+def check_model(calibration: Calibration, model: Any) -> None:
     """Raise CalibrationError unless the artifact was collected on exactly this model."""
     if fingerprint(model) != calibration.meta.fingerprint:
         name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
@@ -126,6 +134,13 @@ def check_model(calibration: Calibration, model: nn.Module) -> None:
             f"calibration was made for another model ({calibration.meta.model}) than {name}; "
             "run quantkit calibrate on this one"
         )
+    vocabulary, largest = model.get_input_embeddings().weight.shape[0], int(calibration.windows.max())
+    if largest >= vocabulary:
+        raise CalibrationError(f"calibration: {_DAMAGED}; it holds the token {largest} of a vocabulary of {vocabulary}")
+    for name, module in block_linears(model).items():
+        stats = calibration.layers.get(name)
+        if stats is not None and len(stats.absmax) != linear_shape(module)[1]:
+            raise CalibrationError(f"calibration: {_DAMAGED}; {name} has {linear_shape(module)[1]} input channels")
 
 
 def merge(first: Calibration, second: Calibration) -> Calibration:
@@ -153,28 +168,53 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
     return Calibration(layers, torch.cat([first.windows, second.windows]), meta)
 
 
-def _parse_document(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
-    if "quantkit.calibration" not in metadata:
-        raise CalibrationError(f"calibration {path}: not a calibration artifact; make one with quantkit calibrate")
-    try:
-        document = json.loads(metadata["quantkit.calibration"])
-        schema = document.get("schema")
-    except (ValueError, AttributeError) as error:
-        raise CalibrationError(f"calibration {path}: damaged metadata ({error})") from error
-    if schema != SCHEMA:
-        raise CalibrationError(f"calibration {path}: schema {schema!r}; this version reads {SCHEMA}, collect it anew")
-    return document
+def _document(what: str, file: TensorFile) -> dict[str, Any]:
+    if _DOCUMENT_KEY not in file.metadata:
+        raise CalibrationError(f"{what}: not a calibration artifact; make one with quantkit calibrate")
+    document: Any = parse_json(file.metadata[_DOCUMENT_KEY], f"{what}: its metadata", CalibrationError)
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema != SCHEMA or isinstance(schema, bool):
+        raise CalibrationError(f"{what}: schema {schema!r}; this version reads {SCHEMA}, collect it anew")
+    check_document(document, _DOCUMENT, f"{what}: its metadata", CalibrationError)
+    return dict(document)
 
 
-def _read_stats(name: str, tensors: dict[str, Tensor], tokens: int) -> LayerStats:
+def _check_tensors(what: str, file: TensorFile, aliases: Mapping[str, str], meta: CalibrationMeta) -> None:
+    """Names, shapes and dtypes of all tensors, from the header."""
+    stored = file.tensors
+    rows, windows = min(SAMPLE_ROWS, meta.tokens), meta.tokens // meta.seq_len
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"windows": (torch.int32, (windows, meta.seq_len))}
+    for name in dict.fromkeys(aliases.values()):
+        shape = stored[f"{name}:absmax"].shape if f"{name}:absmax" in stored else ()
+        columns = shape if len(shape) == 1 and shape[0] else (1,)
+        expected |= {f"{name}:{field}": (torch.float32, columns) for field in _FIELDS}
+        expected |= {f"{name}:histogram": (torch.int64, (HISTOGRAM_BINS,))}
+        expected |= {f"{name}:sample": (torch.float32, (rows, *columns))}
+    for name, (dtype, shape) in expected.items():
+        if name not in stored:
+            raise CalibrationError(f"{what}: {_DAMAGED}; {name} is missing")
+        found = stored[name]
+        if (found.dtype, found.shape) != (DTYPES[dtype], shape):
+            raise CalibrationError(
+                f"{what}: {_DAMAGED}; {name} is {found.dtype}{list(found.shape)} instead of "
+                f"{DTYPES[dtype]}{list(shape)}"
+            )
+    unknown = sorted(stored.keys() - expected.keys())
+    if unknown:
+        raise CalibrationError(f"{what}: {_DAMAGED}; {unknown[0]} is no tensor of a calibration")
+
+
+def _read_stats(what: str, name: str, tensors: Mapping[str, Tensor], tokens: int) -> LayerStats:
     found = {field: tensors[f"{name}:{field}"] for field in _FIELDS}
-    columns = found["absmax"].shape[0]
-    rows = min(SAMPLE_ROWS, tokens)
-    shapes = dict.fromkeys(_FIELDS, (columns,)) | {"histogram": (HISTOGRAM_BINS,), "sample": (rows, columns)}
     for field, tensor in found.items():
-        if tuple(tensor.shape) != shapes[field]:
-            raise ValueError(f"{name}:{field} is {tuple(tensor.shape)} instead of {shapes[field]}")
+        _check_values(what, f"{name}:{field}", tensor, signed=field in _SIGNED)
     return LayerStats(**found, tokens=tokens)
+
+
+def _check_values(what: str, name: str, values: Tensor, *, signed: bool) -> None:
+    low, high = (float(bound) for bound in values.aminmax())
+    if not abs(low) < float("inf") or not abs(high) < float("inf") or (low < 0 and not signed):
+        raise CalibrationError(f"{what}: {_DAMAGED}; {name} holds values from {low} to {high}")
 
 
 def _merge_stats(a: LayerStats, b: LayerStats) -> LayerStats:

@@ -9,17 +9,45 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
+from hashlib import sha256
 from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.base import Shape
 from quantkit.formats.table import spec_from_json, spec_to_json, stored_bytes
+from quantkit.storage.checks import anything, check_document, list_of, map_of, nullable, positive, record, text, whole
 
 QUANT_METHOD = "quantkit"
 FORMAT_VERSION = 1
 ATTENTION_BITS = 8
+_CALIBRATION = record(
+    {"texts": list_of(record({"name": text})), "tokens": whole(1), "seq_len": whole(1)},
+)
+_DOCUMENT = record(
+    {
+        "groups": list_of(
+            record(
+                {
+                    "spec": map_of(anything),
+                    "layers": map_of(list_of(whole(1), least=2, most=2)),
+                },
+                closed=True,
+            ),
+            least=1,
+        ),
+        "ignore": list_of(text),
+        "meta": record({}, {"recipe": text, "calibration": nullable(_CALIBRATION)}),
+    },
+    {
+        "quant_method": text,
+        "format_version": whole(1),
+        "attention": map_of(list_of(positive, least=3, most=3)),
+    },
+    closed=True,
+)
 
 
 @dataclass(frozen=True)
@@ -76,19 +104,25 @@ def config_from_json(document: Mapping[str, Any]) -> CheckpointConfig:
     if document.get("quant_method") != QUANT_METHOD:
         raise CheckpointError(f"quant_method is {document.get('quant_method')!r}, not {QUANT_METHOD!r}")
     version = document.get("format_version")
-    if version != FORMAT_VERSION:
+    if isinstance(version, bool) or version != FORMAT_VERSION:
         raise CheckpointError(f"format_version is {version!r}; this quantkit reads {FORMAT_VERSION}: upgrade quantkit")
-    try:
-        layers = {}
-        for group in document["groups"]:
-            spec = spec_from_json(group["spec"])
-            for name, (rows, columns) in group["layers"].items():
-                layers[name] = StoredLayer(spec, (int(rows), int(columns)))
-        steps = document.get("attention", {}).items()
-        attention = {name: AttentionScales(*(float(step) for step in own)) for name, own in steps}
-        return CheckpointConfig(layers, tuple(document["ignore"]), document["meta"], attention)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"quantization_config is malformed: {error!r}") from error
+    check_document(document, _DOCUMENT, "quantization_config", CheckpointError)
+    layers: dict[str, StoredLayer] = {}
+    for group in document["groups"]:
+        spec = spec_from_json(group["spec"])
+        for name, (rows, columns) in group["layers"].items():
+            if name in layers:
+                raise CheckpointError(f"quantization_config is malformed: the layer {name} stands in two groups")
+            layers[name] = StoredLayer(spec, (rows, columns))
+    if not layers:
+        raise CheckpointError("quantization_config is malformed: it names no layer")
+    attention = {name: AttentionScales(*map(float, own)) for name, own in document.get("attention", {}).items()}
+    return CheckpointConfig(layers, tuple(document["ignore"]), document["meta"], attention)
+
+
+def config_digest(document: Mapping[str, Any]) -> str:
+    """sha256 of a quantization_config, whatever its layout as text."""
+    return sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def bits_per_weight(config: CheckpointConfig) -> float:

@@ -8,8 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.config import ATTENTION_BITS, bits_per_weight
-from quantkit.checkpoint.read import read_checkpoint, read_report
+from quantkit.checkpoint.read import (
+    read_checkpoint,
+    read_document,
+    read_headers,
+    read_report,
+    start_verifying,
+    weight_files,
+)
 from quantkit.checkpoint.write import folder_bytes
+from quantkit.errors import CheckpointError
 from quantkit.formats.table import FORMATS, format_name, stored_bytes
 
 
@@ -34,6 +42,7 @@ class CheckpointSummary:
     """bits_per_weight and quantized_bytes: of the quantized layers. bytes: of all weight files.
 
     ignore: Linears left in floating point. attention_bits: of the codes of attention's products, or None.
+    digests: tensors that have one; 0 in an unverified checkpoint. verified: whether all were compared just now.
     """
 
     layers: tuple[LayerSummary, ...]
@@ -44,6 +53,8 @@ class CheckpointSummary:
     recipe: str
     calibration: Mapping[str, Any] | None
     attention_bits: int | None
+    digests: int
+    verified: bool
 
     def to_json(self) -> dict[str, Any]:
         """All of it as a JSON document."""
@@ -55,12 +66,19 @@ def layer_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def summarize(folder: Path) -> CheckpointSummary:
+def summarize(folder: Path, *, verify: bool = False) -> CheckpointSummary:
     """Read a checkpoint's config, headers and report; no tensor is loaded.
 
-    Raises CheckpointError as read_checkpoint and read_report do.
+    verify: compare every tensor and every file with its digest. Raises CheckpointError as read_checkpoint and
+    read_report do, and under ``verify`` for what was altered, or a checkpoint without digests.
     """
-    config, report = read_checkpoint(folder), read_report(folder).get("layers", {})
+    config, files = read_checkpoint(folder), read_headers(weight_files(folder))
+    digests = sum(len(file.tensors) for file in files if file.digests)
+    if verify and not start_verifying(files, read_document(folder)).finish():
+        raise CheckpointError(
+            f"checkpoint {folder}: holds no digests to compare; a quantkit without them wrote it, or transformers did"
+        )
+    report = read_report(folder).get("layers", {})
     layers = []
     for name, layer in sorted(config.layers.items(), key=lambda item: layer_order(item[0])):
         row, size = FORMATS[format_name(layer.spec)], stored_bytes(layer.spec, layer.shape)
@@ -88,4 +106,6 @@ def summarize(folder: Path) -> CheckpointSummary:
         recipe=str(config.meta.get("recipe")),
         calibration=config.meta.get("calibration"),
         attention_bits=ATTENTION_BITS if config.attention else None,
+        digests=digests,
+        verified=verify,
     )

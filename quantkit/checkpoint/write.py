@@ -1,61 +1,109 @@
-"""Writing a checkpoint folder: complete or not at all."""
+"""Writing a checkpoint folder, and telling whether a folder holds nothing else."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from quantkit.checkpoint.config import config_digest
+from quantkit.checkpoint.read import CONFIG_DIGEST, REPORT_FILE, read_document, read_report
 from quantkit.errors import CheckpointError
+from quantkit.storage.tensors import write_tensors
 
-REPORT_FILE = "quantkit.json"
 MAX_SHARD_BYTES = 4 * 10**9
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = ".safetensors"
+# What versions before quantkit.json listed the files could have written.
+_FORMER_FILES = frozenset(
+    (
+        *("config.json", "generation_config.json", "model.safetensors", _INDEX),
+        *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "spiece.model"),
+        *("added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt"),
+    )
+)
 
 
-def check_output(out: Path, *, overwrite: bool, source: str) -> None:
-    """Check, before the long work, that a checkpoint may be written to ``out``.
+def save_surroundings(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write what does not depend on the quantization: before the long work, as it may fail.
 
-    Raises CheckpointError if ``out`` is the model itself, a file, a folder with files in it and no ``overwrite``, or
-    (with ``overwrite``) a folder that quantkit did not write: replacing it would lose something else.
+    Raises what the libraries raise, as save_checkpoint does: for ``refusing`` to put in one line.
     """
-    if out.exists() and Path(source).exists() and out.samefile(source):
-        raise CheckpointError(f"output {out}: is the model's own folder; choose another")
-    if out.exists() and not out.is_dir():
-        raise CheckpointError(f"output {out}: is a file; choose a folder")
-    if not out.absolute().parent.is_dir():
-        raise CheckpointError(f"output {out}: the folder {out.absolute().parent} does not exist")
-    if not os.access(out.absolute().parent, os.W_OK):
-        raise CheckpointError(f"output {out}: no permission to write in {out.absolute().parent}")
-    if out.is_dir() and any(out.iterdir()):
-        if not overwrite:
-            raise CheckpointError(f"output {out}: the folder is not empty; pass `overwrite` to replace it")
-        if not (out / REPORT_FILE).is_file():
-            raise CheckpointError(f"output {out}: holds no quantkit checkpoint, so `overwrite` will not delete it")
+    tokenizer.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
-def save_checkpoint(model: Any, tokenizer: Any, report: Mapping[str, Any], out: Path) -> None:
-    """Write model, tokenizer and report beside ``out``, then move them into place in one step.
+def save_checkpoint(model: Any, report: Mapping[str, Any], folder: Path) -> None:
+    """Write config.json, the weights with their digests, and the report, which lists every file of the folder.
 
-    An earlier checkpoint at ``out`` (checked by check_output) is replaced.
+    model: with its quantization_config attached, on the CPU, in the dtype to store.
     """
-    partial = out.absolute().parent / f".{out.name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    metadata = {"format": "pt", CONFIG_DIGEST: config_digest(read_document(folder))}
+    _write_weights(stored_tensors(model), metadata, folder)
+    files = {name: _listed_digest(folder / name) for name in sorted(_files(folder))}
+    text = json.dumps({**report, "files": files}, indent=1) + "\n"
+    (folder / REPORT_FILE).write_text(text, encoding="utf-8")
+
+
+def stored_tensors(model: Any) -> dict[str, Tensor]:
+    """The tensors of a model by the names that its checkpoint gives them; tied ones once, as save_pretrained does."""
+    ignored = set(model._keys_to_ignore_on_save or ())
+    state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
+    stored: dict[str, Tensor] = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
+    return stored
+
+
+def foreign(folder: Path) -> str | None:
+    """Why a folder is more, or less, than a checkpoint that quantkit wrote; None where all of it is one."""
+    if not (folder / REPORT_FILE).is_file():
+        return "holds no quantkit checkpoint"
     try:
-        model.save_pretrained(partial, max_shard_size=MAX_SHARD_BYTES)
-        tokenizer.save_pretrained(partial)
-        (partial / REPORT_FILE).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"output {out}: cannot be written ({error})") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        listed = read_report(folder).get("files")
+    except CheckpointError:
+        return f"holds a {REPORT_FILE} that cannot be read"
+    ours = {REPORT_FILE, *(_FORMER_FILES if listed is None else listed)}
+    former_shard = listed is None
+    for name in sorted(_files(folder)):
+        if name not in ours and not (former_shard and name.startswith("model-") and name.endswith(_WEIGHTS)):
+            return f"holds {name}, which quantkit did not write there"
+    return None
 
 
 def folder_bytes(folder: Path) -> int:
     """Bytes of the weight files of a checkpoint."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in folder.glob(f"*{_WEIGHTS}"))
+
+
+def _write_weights(tensors: dict[str, Tensor], metadata: Mapping[str, str], folder: Path) -> None:
+    pattern = f"model{{suffix}}{_WEIGHTS}"
+    split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=MAX_SHARD_BYTES)
+    for file, names in split.filename_to_tensors.items():
+        write_tensors(folder / file, {name: tensors[name] for name in names}, metadata)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / _INDEX).write_text(text, encoding="utf-8")
+
+
+def _listed_digest(path: Path) -> str | None:
+    """sha256 of a small file; None for weights, whose headers hold their digests."""
+    return None if path.suffix == _WEIGHTS else sha256(path.read_bytes()).hexdigest()
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Every file in a folder and the folders in it, by its path in there; links are files."""
+    for root, folders, names in os.walk(folder):
+        links = [name for name in folders if (Path(root) / name).is_symlink()]
+        yield from (str((Path(root) / name).relative_to(folder)) for name in (*names, *links))

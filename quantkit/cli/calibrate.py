@@ -10,6 +10,7 @@ import typer
 
 from quantkit.cli.common import JsonOption, check_json_path, print_facts, write_json
 from quantkit.errors import CalibrationError, DataError
+from quantkit.storage.output import output_file
 
 if TYPE_CHECKING:
     from quantkit.calibration.artifact import Calibration
@@ -32,30 +33,32 @@ def calibrate(
 
     Runs on the first GPU where there is one, else on the CPU (CUDA_VISIBLE_DEVICES decides what there is).
     """
-    _check_out(out)
+    if out.suffix != ".safetensors":
+        raise CalibrationError(f"--out {out}: the artifact is a .safetensors file; give it that suffix")
     check_json_path(json_path)
-    if merge is not None:
-        if model is not None or dataset is not None or text is not None:
-            raise CalibrationError("--merge A B takes no model and no text; it reads both from the artifacts")
-        from quantkit.calibration.artifact import load_calibration, save_calibration
-        from quantkit.calibration.artifact import merge as merge_calibrations
+    with output_file(out) as work:
+        if merge is not None:
+            if model is not None or dataset is not None or text is not None:
+                raise CalibrationError("--merge A B takes no model and no text; it reads both from the artifacts")
+            from quantkit.calibration.artifact import load_calibration, write_calibration
+            from quantkit.calibration.artifact import merge as merge_calibrations
 
-        result = merge_calibrations(load_calibration(merge[0]), load_calibration(merge[1]))
-    else:
-        if model is None:
-            raise DataError("name a MODEL to calibrate, or two artifacts with --merge A B")
-        from quantkit.data.corpora import check_text, load_text
-        from quantkit.models.loading import first_device, load_model, resolve_model
+            result = merge_calibrations(load_calibration(merge[0]), load_calibration(merge[1]))
+        else:
+            if model is None:
+                raise DataError("name a MODEL to calibrate, or two artifacts with --merge A B")
+            from quantkit.data.corpora import check_text, load_text
+            from quantkit.models.loading import first_device, load_model, resolve_model
 
-        check_text(dataset, text)
-        resolve_model(model)
-        corpus = load_text(dataset, text, split="train")
-        from quantkit.calibration.artifact import save_calibration
-        from quantkit.calibration.runner import calibrate as collect
+            check_text(dataset, text)
+            resolve_model(model)
+            corpus = load_text(dataset, text, split="train")
+            from quantkit.calibration.artifact import write_calibration
+            from quantkit.calibration.runner import calibrate as collect
 
-        loaded, tokenizer = load_model(model, device=first_device())
-        result = collect(loaded, tokenizer, corpus, name=model, windows=windows, seq_len=seq_len, seed=seed)
-    save_calibration(result, out)
+            loaded, tokenizer = load_model(model, device=first_device())
+            result = collect(loaded, tokenizer, corpus, name=model, windows=windows, seq_len=seq_len, seed=seed)
+        write_calibration(result, work, f"--out {out}")
     _show(result, out, json_path)
 
 
@@ -83,12 +86,3 @@ def _show(result: Calibration, out: Path, json_path: Path | None) -> None:
             "texts": [asdict(source) for source in meta.texts],
         },
     )
-
-
-def _check_out(out: Path) -> None:
-    if out.suffix != ".safetensors":
-        raise CalibrationError(f"--out {out}: the artifact is a .safetensors file; give it that suffix")
-    if out.exists():
-        raise CalibrationError(f"--out {out}: exists already; choose another name or remove it")
-    if not out.absolute().parent.is_dir():
-        raise CalibrationError(f"--out {out}: the folder {out.absolute().parent} does not exist")

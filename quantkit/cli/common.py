@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,10 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from quantkit.errors import QuantkitError
+from quantkit.cli.ending import ends_in_order
+from quantkit.errors import OutputError, QuantkitError, refusing
+from quantkit.storage.output import write_file
+from quantkit.storage.place import check_file
 
 EXIT_USER_ERROR = 2
 PIPED_WIDTH = 500  # the widest table, inspect of flatten layers, takes 300
@@ -28,7 +32,12 @@ SetOption = Annotated[
 
 def one_line(error: Exception) -> str:
     """What the error says, without line ends."""
-    return " ".join(str(error).split())
+    return printable(" ".join(str(error).split()))
+
+
+def printable(text: str) -> str:
+    """The text with what a terminal would obey, or cannot show, written out: names come from files of others."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class Program(TyperGroup):
@@ -40,10 +49,12 @@ class Program(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with ends_in_order():
+                return super().invoke(ctx)
         except QuantkitError as error:
             command = self.commands.get(ctx.invoked_subcommand)
-            typer.echo(f"quantkit: error: {with_options(one_line(error), command)}", err=True)
+            with suppress(OSError):  # a stderr that is full or closed takes nothing; the exit status says it
+                typer.echo(f"quantkit: error: {with_options(one_line(error), command)}", err=True)
             raise typer.Exit(EXIT_USER_ERROR) from None
 
 
@@ -60,15 +71,18 @@ def _options(command: TyperCommand) -> dict[str, str]:
 
 
 def check_json_path(path: Path | None, option: str = "--json") -> None:
-    """Raise QuantkitError now if the file could not be written when the work is done."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise QuantkitError(f"{option} {path}: the folder {path.absolute().parent} does not exist")
+    """Raise OutputError now if the file could not be written when the work is done."""
+    if path is not None:
+        check_file(path, option, replace=True)
 
 
 def write_json(path: Path | None, numbers: Any) -> None:
-    """Write the numbers, indented and with a final newline, where a path was given."""
+    """Write the numbers, indented and with a final newline, where a path was given.
+
+    Raises OutputError for a path that cannot be written.
+    """
     if path is not None:
-        path.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+        write_file(path, (json.dumps(numbers, indent=2) + "\n").encode(), "--json")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -76,13 +90,16 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, PIPED_WIDTH)
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(printable(title)), title_justify="left")
     for index, column in enumerate(columns):
         numeric = any(row[index] for row in rows) and all(_is_number(row[index]) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # Text: 'quantkit[eval]' is no markup
-    console.print(table)
+        table.add_row(*(Text(printable(cell)) for cell in row))  # Text: 'quantkit[eval]' is no markup
+    with console.capture() as drawn:
+        console.print(table)
+    with _printing():  # not by rich, which ends the program at a broken pipe without a word
+        typer.echo(drawn.get(), nl=False)
 
 
 def _is_number(cell: str) -> bool:
@@ -93,4 +110,14 @@ def print_facts(facts: Mapping[str, str]) -> None:
     """``name  value`` lines on stdout, aligned."""
     width = max(map(len, facts))
     for name, value in facts.items():
-        typer.echo(f"{name:<{width}}  {value}")
+        print_line(f"{name:<{width}}  {value}")
+
+
+def print_line(line: str) -> None:
+    """One line on stdout. Raises OutputError for a stdout that is full or closed."""
+    with _printing():
+        typer.echo(printable(line))
+
+
+def _printing() -> refusing:
+    return refusing("standard output cannot be written", OutputError)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli.common import JsonOption, check_json_path, print_table, write_json
-from quantkit.errors import EvaluationError
+from quantkit.storage.output import write_file
 
 
 def compare(
@@ -26,8 +26,7 @@ def compare(
 ) -> None:
     """One table of several models: size, perplexity, divergence, tasks and time per token."""
     check_json_path(json_path)
-    if html is not None and not html.absolute().parent.is_dir():
-        raise EvaluationError(f"--html {html}: the folder {html.absolute().parent} does not exist")
+    check_json_path(html, "--html")
     from quantkit.data.corpora import DATASETS, check_text, load_text
 
     dataset, file = (text, None) if text in DATASETS else (None, Path(text))
@@ -51,4 +50,4 @@ def compare(
 
         title = "quantkit compare"
         section = comparison_section(corpus.name, document, figures=False)
-        html.write_text(document_html(title, [section]), encoding="utf-8")
+        write_file(html, document_html(title, [section]).encode(), "--html")

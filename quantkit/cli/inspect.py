@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="A quantkit checkpoint.")], json_path: JsonOption = None
+    folder: Annotated[Path, typer.Argument(help="A quantkit checkpoint.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every tensor and file with its sha256.")] = False,
+    json_path: JsonOption = None,
 ) -> None:
     """Show how every layer of a checkpoint is stored, and what was measured while quantizing it."""
     check_json_path(json_path)
     from quantkit.checkpoint.summary import summarize
 
-    summary = summarize(folder)
+    summary = summarize(folder, verify=verify)
     _print_layers(summary)
     print_facts(
         {
@@ -31,6 +33,7 @@ def inspect(
             "quantized layers": f"{summary.quantized_bytes / 1e6:.1f} MB",
             "all weights": f"{summary.bytes / 1e6:.1f} MB",
             "attention": f"INT{summary.attention_bits}" if summary.attention_bits else "floating point",
+            "digests": _digests(summary),
             "left in floating point": ", ".join(summary.ignore) or "no Linear",
         }
     )
@@ -54,6 +57,13 @@ def _print_layers(summary: CheckpointSummary) -> None:
         for layer in summary.layers
     ]
     print_table(f"{len(rows)} quantized layers", columns, rows)
+
+
+def _digests(summary: CheckpointSummary) -> str:
+    if not summary.digests:
+        return "none: unverified"
+    compared = "all compared: as written" if summary.verified else "compare them with --verify"
+    return f"sha256 of {summary.digests} tensors ({compared})"
 
 
 def _bits(layer: LayerSummary) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli.common import print_line
+
 
 def report(
     source: Annotated[Path, typer.Argument(help="A plan.yaml, a checkpoint, or a folder of JSON results.")],
@@ -17,4 +19,4 @@ def report(
     from quantkit.report.page import write_report
 
     for path in write_report(source, out, plot):
-        typer.echo(f"wrote {path} ({path.stat().st_size / 1e3:.0f} kB)")
+        print_line(f"wrote {path} ({path.stat().st_size / 1e3:.0f} kB)")

@@ -44,8 +44,6 @@ def search(
 
     limit = parse_bytes(max_bytes) if max_bytes is not None else max_bpw if max_bpw is not None else max_kl
     assert limit is not None
-    if limit <= 0:
-        raise RecipeError(f"a budget of {limit} leaves nothing; give a positive one")
     result = find(
         model,
         calibration,

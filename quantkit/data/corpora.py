@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from quantkit.errors import DataError
+from quantkit.errors import DataError, refusing
 from quantkit.hub import hub_problem
 
 Split = Literal["train", "test"]
@@ -80,7 +81,9 @@ def check_text(dataset: str | None, text: Path | None) -> None:
     if text is not None:
         if text.suffix not in _READERS:
             raise DataError(f"text {text}: suffix {text.suffix!r} is not one of {', '.join(_READERS)}")
-        if not text.is_file():
+        with refusing(f"text {text} cannot be read", DataError):
+            files = text_files(text)
+        if not files:
             raise DataError(f"text {text}: no such file")
         return
     if dataset not in DATASETS:
@@ -91,8 +94,15 @@ def check_text(dataset: str | None, text: Path | None) -> None:
             raise DataError(f"dataset {dataset}: {problem}; {_OFFLINE_WAYS}")
 
 
+def text_files(text: Path) -> list[Path]:
+    """The files that a path names: the file itself, or, where there is none and it holds ``*``, all that match it."""
+    if text.is_file() or "*" not in str(text):
+        return [text] if text.is_file() else []
+    return [Path(name) for name in sorted(glob.glob(str(text))) if Path(name).is_file()]  # noqa: PTH207
+
+
 def load_text(dataset: str | None, text: Path | None, *, split: Split) -> Corpus:
-    """The text of a known dataset (its ``split``) or of a local file (all of it).
+    """The text of a known dataset (its ``split``) or of a local file, or files (all of them).
 
     Files: .txt is one document, .jsonl and .parquet hold a column "text". Nothing is written to a cache.
     Raises DataError as check_text does, and for unreadable files, a missing column or an empty text.
@@ -100,12 +110,13 @@ def load_text(dataset: str | None, text: Path | None, *, split: Split) -> Corpus
     check_text(dataset, text)
     if text is not None:
         name, hint = text.name, f"expected UTF-8 text, or rows with a column {TEXT_COLUMN!r}"
-        with _one_line(f"text {text}", hint):
-            rows = tuple(_READERS[text.suffix](text)) if text.stat().st_size else ()
+        with _quietly(), refusing(f"text {text} cannot be read", DataError, hint):
+            files = [file for file in text_files(text) if file.stat().st_size]
+            rows = tuple(row for file in files for row in _READERS[file.suffix](file))
     else:
         assert dataset is not None
         name = f"{dataset}/{split}"
-        with _one_line(f"dataset {dataset}", _OFFLINE_WAYS):
+        with _quietly(), refusing(f"dataset {dataset} cannot be read", DataError, _OFFLINE_WAYS):
             rows = tuple(DATASETS[dataset].rows(split))
     corpus = Corpus(name, rows)
     if not corpus.text.strip():
@@ -114,17 +125,14 @@ def load_text(dataset: str | None, text: Path | None, *, split: Split) -> Corpus
 
 
 @contextmanager
-def _one_line(what: str, hint: str) -> Iterator[None]:
-    """Turn what ``datasets`` raises, and logs besides, for bad input into a one-line DataError."""
+def _quietly() -> Iterator[None]:
+    """Keep what ``datasets`` logs of bad input off the screen: the error says it in one line."""
     from datasets import logging
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise DataError(f"{what}: cannot be read ({first_line}); {hint}") from error
     finally:
         logging.set_verbosity(verbosity)
 
@@ -139,12 +147,15 @@ def _column(dataset: Any, what: str) -> Iterator[str]:
 
 
 def _local_rows(builder: str, options: Mapping[str, Any]) -> Callable[[Path], Iterator[str]]:
-    """A reader of one local file through a packaged builder of ``datasets``, streamed so that no cache is written."""
+    """A reader of one local file through a packaged builder of ``datasets``, streamed so that no cache is written.
+
+    ``datasets`` takes a path for a pattern: it is escaped, or ``a[1].txt`` would be read as ``a1.txt``.
+    """
 
     def read(path: Path) -> Iterator[str]:
         import datasets
 
-        files = {"train": str(path.absolute())}
+        files = {"train": glob.escape(str(path.absolute()))}
         stream = datasets.load_dataset(builder, data_files=files, split="train", streaming=True, **options)
         return _column(stream, f"text {path}")
 

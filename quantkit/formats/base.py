@@ -33,6 +33,8 @@ class Format:
     tensors: (spec, shape) -> the stored tensors' shapes and dtypes.
     dequantize: (spec, tensors, shape) -> [N, K] fp32; the format's definition.
     weight_bits, act_bits: spec -> bits, for reports; 16 = not quantized.
+    indices: names of the stored tensors that kernels read memory by.
+    check_indices: (spec, those tensors, shape) -> None; raises ValueError where they lead outside.
     """
 
     spec: type[Any]
@@ -40,6 +42,8 @@ class Format:
     dequantize: Callable[[Any, Tensors, Shape], Tensor]
     weight_bits: Callable[[Any], int]
     act_bits: Callable[[Any], int] = lambda spec: 16
+    indices: tuple[str, ...] = ()
+    check_indices: Callable[[Any, Tensors, Shape], None] = lambda spec, tensors, shape: None
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,21 @@ def flatten_tensors(spec: FlattenSpec, shape: Shape) -> dict[str, TensorSpec]:
     return tensors
 
 
+def check_columns(spec: FlattenSpec, tensors: Tensors, shape: Shape) -> None:
+    """Check the map from columns to input channels, by which the kernels read the activations.
+
+    Raises ValueError for a channel or a slice that does not exist, or where column c < K is not channel c.
+    """
+    channels, segments, columns = tensors["source_channel"], tensors["source_segment"], shape[1]
+    for name, values, stop in (("source_channel", channels, columns), ("source_segment", segments, len(segments))):
+        low, high = (int(bound) for bound in values.aminmax())
+        if low < 0 or high >= stop:
+            raise ValueError(f"{name} holds {low if low < 0 else high}; only 0 to {stop - 1} exist")
+    in_order = torch.arange(columns, dtype=channels.dtype, device=channels.device)
+    if not torch.equal(channels[:columns], in_order) or bool(segments[:columns].any()):
+        raise ValueError(f"source_channel does not begin with the channels 0 to {columns - 1} in order")
+
+
 def pack_nibbles(codes: Tensor) -> Tensor:
     """[..., C] int8 in -8..7, C even -> [..., C / 2] uint8: two's complement, column 2 b in byte b's low nibble."""
     nibbles = codes.to(torch.uint8) & 0xF
@@ -140,4 +155,6 @@ FORMAT = Format(
     dequantize=_dequantize,
     weight_bits=lambda spec: spec.weight_bits,
     act_bits=lambda spec: spec.act_bits,
+    indices=("source_channel", "source_segment"),
+    check_indices=check_columns,
 )

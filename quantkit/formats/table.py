@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from math import prod
-from typing import Any
+from typing import Any, get_type_hints
 
 from torch import Tensor
 
@@ -38,12 +38,16 @@ def spec_from_json(entry: Mapping[str, Any]) -> Any:
     """
     values = dict(entry)
     name = values.pop("format", None)
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise CheckpointError(f"unknown format {name!r} in quantization_config; known: {', '.join(sorted(FORMATS))}")
     cls = FORMATS[name].spec
     unknown = sorted(set(values) - {f.name for f in fields(cls)})
     if unknown:
         raise CheckpointError(f"format {name}: unknown field {unknown[0]!r}; written by a newer quantkit?")
+    types = get_type_hints(cls)
+    for field, value in values.items():
+        if type(value) is not types[field]:  # True is no 1, and 4.0 no 4
+            raise CheckpointError(f"format {name}: {field} is {value!r}, not {types[field].__name__}")
     try:
         return cls(**values)
     except (RecipeError, TypeError) as error:

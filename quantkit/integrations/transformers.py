@@ -19,14 +19,22 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, config_from_json
-from quantkit.checkpoint.read import check_tensors, read_checkpoint
+from quantkit.checkpoint.read import (
+    check_tensors,
+    check_unquantized,
+    read_document,
+    read_headers,
+    start_verifying,
+    weight_files,
+)
 from quantkit.cpu import check_half_precision
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, refusing
 from quantkit.models.families import LINEAR_TYPES, linear_shape
 from quantkit.models.loading import stored_dtype
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.fused_ffn import fuse_chains
+from quantkit.storage.tensors import Verification, verifies
 
 
 class QuantkitConfig(QuantizationConfigMixin):
@@ -44,6 +52,7 @@ class QuantkitQuantizer(HfQuantizer):
     """Builds the module skeleton before transformers loads the tensors, and checks afterwards that all came."""
 
     requires_calibration = True  # refuses quantization_config= on a floating-point checkpoint
+    verification: Verification | None = None
 
     @property
     def is_trainable(self) -> bool:
@@ -59,17 +68,22 @@ class QuantkitQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
-        config = config_from_json(self.quantization_config.to_dict())
+        document = self.quantization_config.to_dict()
+        config, files = config_from_json(document), read_headers(checkpoint_files or [])
         # Here and not after loading: transformers fills a missing tensor with whatever was in memory and only
         # warns, and 5.17 loads a mis-shaped one silently.
-        check_tensors(config, checkpoint_files or [])
+        check_tensors(config, files)
+        self.verification = start_verifying(files, document) if verifies() else None
         install_skeleton(model, config)
+        check_unquantized(model, config, files)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         """Put the layers that are on a GPU into its kernels' order, and attention into INT8 where it was calibrated.
 
-        Tensors were checked before loading.
+        Tensors were checked before loading, but for their digests.
         """
+        if self.verification is not None:
+            self.verification.finish()
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
                 module.prepare_for_device()
@@ -128,10 +142,32 @@ def load_checkpoint(folder: str, *, device: str, dtype: torch.dtype | None) -> A
     Raises CheckpointError for a folder that is no quantkit checkpoint or is damaged; DeviceError where a product in
     this dtype would end the process.
     """
-    read_checkpoint(Path(folder))
     if torch.device(device).type == "cpu" and (dtype or stored_dtype(folder)) in (torch.bfloat16, torch.float16):
         check_half_precision()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto").eval().to(device)
+    return _load(folder, dtype=dtype or "auto").eval().to(device)
+
+
+def check_readable(folder: Path) -> None:
+    """Open a checkpoint as a stranger would, every tensor's digest compared, without giving it memory.
+
+    Raises CheckpointError where it cannot be read.
+    """
+    _load(str(folder), device_map="meta")
+
+
+def _load(folder: str, **options: Any) -> Any:
+    read_document(Path(folder))
+    read_headers(weight_files(Path(folder)))
+    with refusing(f"checkpoint {folder} cannot be loaded", CheckpointError):
+        answer: Any = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, local_files_only=True, trust_remote_code=False, **options
+        )
+    model, report = answer
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[problem]:
+            names = sorted(map(str, report[problem]))
+            raise CheckpointError(f"checkpoint {folder}: {problem.replace('_', ' ')} such as {names[0]}")
+    return model
 
 
 def attach_config(model: Any, document: dict[str, Any]) -> None:

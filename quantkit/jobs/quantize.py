@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
 from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, bits_per_weight, config_to_json
-from quantkit.checkpoint.write import check_output, folder_bytes, save_checkpoint
-from quantkit.errors import CalibrationError, ModelError, StatsError
-from quantkit.integrations.transformers import attach_config
+from quantkit.checkpoint.write import folder_bytes, foreign, save_checkpoint, save_surroundings
+from quantkit.errors import CalibrationError, ModelError, OutputError, StatsError, refusing
+from quantkit.integrations.transformers import attach_config, check_readable
 from quantkit.methods import METHODS, LayerPlan, check_recipe, plan_layers
 from quantkit.models.families import block_linears, decoder_blocks, linear_bias, linear_weight
 from quantkit.models.loading import is_quantized, load_model, stored_dtype
@@ -27,6 +28,7 @@ from quantkit.quantizers.base import LayerInput
 from quantkit.recipe import Recipe
 from quantkit.runtime import int8_attention
 from quantkit.stats import LayerStats
+from quantkit.storage.output import output_folder
 
 _ATTENTION_WINDOWS = 8  # enough for the largest magnitudes; each costs a pass of the whole model
 _LARGEST = torch.finfo(torch.float16).max  # scales and offsets are stored in fp16
@@ -52,38 +54,45 @@ def quantize_model(
     Raises QuantkitError: recipe, output folder, calibration and weights each with their own subclass.
     """
     check_recipe(recipe)
-    check_output(out, overwrite=overwrite, source=model)
-    if is_quantized(model):
-        raise ModelError(f"model {model} is quantized already; give the floating-point original")
-    artifact = load_calibration(calibration) if calibration else None
-    loaded, tokenizer = load_model(model, dtype=torch.float32, device=device)
-    layers = block_linears(loaded)
-    plans = plan_layers(recipe, list(layers))
-    _check_calibration(plans, artifact, loaded, recipe)
-    _check_attention(recipe, artifact, loaded)
-    _check_weights(loaded)
-    started = time.perf_counter()
-    transforms, folded, changed = _transform(loaded, plans, artifact)
+    with output_folder(out, replace=overwrite, foreign=foreign, source=Path(model)) as output:
+        if is_quantized(model):
+            raise ModelError(f"model {model} is quantized already; give the floating-point original")
+        artifact = load_calibration(calibration) if calibration else None
+        loaded, tokenizer = load_model(model, dtype=torch.float32, device=device)
+        plans = plan_layers(recipe, list(block_linears(loaded)))
+        _check_calibration(plans, artifact, loaded, recipe)
+        _check_attention(recipe, artifact, loaded)
+        _check_weights(loaded)
+        _check_space(loaded, plans, stored_dtype(model), output.work)
+        with refusing(f"output {out} cannot be written", OutputError):
+            save_surroundings(loaded, tokenizer, output.work)
+        started = time.perf_counter()
+        config, report = _quantize(loaded, plans, recipe, artifact)
+        seconds = time.perf_counter() - started
+        loaded.to("cpu", stored_dtype(model))
+        attach_config(loaded, config_to_json(config))
+        recipe_document = {"name": recipe.name, **recipe.to_json()}
+        document = {"quantkit": quantkit.__version__, "model": model, "recipe": recipe_document, **report}
+        with refusing(f"output {out} cannot be written", OutputError):
+            save_checkpoint(loaded, document, output.work)
+        check_readable(output.work)
+        output.publish()
+    return QuantizeResult(out, len(plans), bits_per_weight(config), folder_bytes(out), seconds, report["layers"])
+
+
+def _quantize(
+    model: Any, plans: Mapping[str, LayerPlan], recipe: Recipe, artifact: Calibration | None
+) -> tuple[CheckpointConfig, dict[str, Any]]:
+    """Quantize every planned layer in place; (the config of the result, what quantkit.json says of it)."""
+    transforms, folded, changed = _transform(model, plans, artifact)
     if artifact is not None:
         artifact = replace(artifact, layers=artifact.layers | changed)
-    report = _quantize_layers(loaded, plans, artifact, folded)
+    layers = _quantize_layers(model, plans, artifact, folded)
     attention = {}
     if recipe.attention_bits is not None and artifact is not None:
-        attention = int8_attention.calibrate(loaded, artifact.windows[:_ATTENTION_WINDOWS])
-    seconds = time.perf_counter() - started
-    config = replace(_config(loaded, plans, recipe, artifact), attention=attention)
-    loaded.to("cpu", stored_dtype(model))
-    attach_config(loaded, config_to_json(config))
-    document = {
-        "quantkit": quantkit.__version__,
-        "model": model,
-        "recipe": {"name": recipe.name, **recipe.to_json()},
-        "calibration": config.meta["calibration"],
-        "transforms": transforms,
-        "layers": report,
-    }
-    save_checkpoint(loaded, tokenizer, document, out)
-    return QuantizeResult(out, len(plans), bits_per_weight(config), folder_bytes(out), seconds, report)
+        attention = int8_attention.calibrate(model, artifact.windows[:_ATTENTION_WINDOWS])
+    config = replace(_config(model, plans, recipe, artifact), attention=attention)
+    return config, {"calibration": config.meta["calibration"], "transforms": transforms, "layers": layers}
 
 
 def _check_calibration(
@@ -120,6 +129,19 @@ def _check_weights(model: nn.Module) -> None:
         if not peak <= _LARGEST:  # also true of NaN
             what = f"|w| up to {peak:.3g}, beyond fp16" if peak > _LARGEST and peak != float("inf") else "NaN or Inf"
             raise StatsError(f"{name}: its weights hold {what}; the checkpoint is damaged or diverged")
+
+
+def _check_space(model: nn.Module, plans: Mapping[str, LayerPlan], dtype: torch.dtype, folder: Path) -> None:
+    """Refuse a disk that cannot hold even the unquantized tensors and one bit of every quantized weight."""
+    quantized = {f"{name}.weight" for name in plans}
+    sizes = {name: tensor.numel() for name, tensor in model.named_parameters()}  # tied ones once
+    least = sum(size // 8 if name in quantized else size * dtype.itemsize for name, size in sizes.items())
+    free = shutil.disk_usage(folder).free
+    if free < least:
+        raise OutputError(
+            f"output in {folder.parent}: takes at least {least / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there; "
+            "choose a folder on another disk"
+        )
 
 
 def _largest_magnitude(values: Tensor) -> float:

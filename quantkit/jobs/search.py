@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,14 +14,14 @@ import torch
 
 import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
-from quantkit.errors import CalibrationError, ModelError, RecipeError
+from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeError, refusing
 from quantkit.evaluation.divergence import window_scores
 from quantkit.jobs.quantize import quantize_model
 from quantkit.methods import check_recipe, plan_layers
 from quantkit.models.families import block_linears
 from quantkit.models.loading import is_quantized, load_model, stored_dtype
 from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_settings
-from quantkit.search.document import plan_document, plan_recipe, write_plan
+from quantkit.search.document import plan_document, plan_recipe, plan_text
 from quantkit.search.measure import corrected_losses, measure_layers
 from quantkit.search.plan import Mode, Plan, Problem, choose
 from quantkit.search.sizes import fixed_bytes, offset_digits, quantized_bytes, shard_overhead
@@ -33,19 +34,28 @@ from quantkit.search.table import (
     check_method,
     table_path,
 )
+from quantkit.storage.output import output_file
 
 PLAN_SUFFIXES = (".yaml", ".yml")
+_BUDGETS = {"bpw": "bits per weight", "bytes": "bytes", "kl": "nats per token"}
 _KL_ROUNDS = 6
-_KL_TOKENS = 4096  # calibration tokens on which a --max-kl promise is measured
+_KL_TOKENS = 4096  # calibration tokens on which the promise of a budget of KL is measured
 _CLOSE_ENOUGH = 0.9  # a measured KL above this share of the limit is not tried to be used up further
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What limits the plan: bits per weight of the quantized layers, bytes of all weight files, or measured KL."""
+    """What limits the plan: bits per weight of the quantized layers, bytes of all weight files, or measured KL.
+
+    Raises RecipeError for a limit that is no number above 0.
+    """
 
     kind: Literal["bpw", "bytes", "kl"]
     limit: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.limit < math.inf:
+            raise RecipeError(f"a budget of {self.limit} {_BUDGETS[self.kind]} leaves nothing; give a number above 0")
 
 
 @dataclass(frozen=True)
@@ -90,8 +100,10 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
         raise RecipeError(f"`settings` {chosen[0]}: is what the search chooses; give widths and groups to choose from")
     if own.get("per", "layer") not in ("layer", "type"):
         raise RecipeError(f"`settings` per={own['per']}: choose layer or type")
-    if not isinstance(own.get("measure", -1), int):
+    if not isinstance(own.get("measure", -1), int) or isinstance(own.get("measure"), bool):
         raise RecipeError(f"`settings` measure={own['measure']}: expected a number of layers, -1 for all")
+    if not isinstance(own.get("device", "cpu"), str):
+        raise RecipeError(f"`settings` device={own['device']}: expected cpu, cuda, cuda:1, ...")
     return SearchSettings(recipe, **own)
 
 
@@ -109,7 +121,21 @@ def search(
     Writes ``out``, a recipe, and beside it the same name with .json: what ``quantkit report`` shows.
     Raises QuantkitError before the long work for impossible input, RecipeError where nothing fits the budget.
     """
-    _check_out(out)
+    if out.suffix not in PLAN_SUFFIXES:
+        raise RecipeError(f"`out` {out}: a plan is a recipe; give it the suffix .yaml")
+    # The inner one is written first: where the recipe is, the document is too.
+    with output_file(out) as recipe_file, output_file(out.with_suffix(".json")) as document_file:
+        source = _open_source(model, calibration, options, settings)
+        result, document = _find(source, options, budget)
+        recipe = plan_recipe(result.plan, settings.base)
+        with refusing(f"`out` {out} cannot be written", OutputError):
+            recipe_file.write_text(plan_text(recipe, document, out.with_suffix(".json").name), encoding="utf-8")
+            document_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return result
+
+
+def _open_source(model: str, calibration: Path, options: Sequence[Option], settings: SearchSettings) -> _Source:
+    """Load and check everything that the search reads."""
     check_recipe(settings.base)
     check_method(settings.base.method)
     if is_quantized(model):
@@ -117,22 +143,28 @@ def search(
     artifact = load_calibration(calibration)
     loaded, _ = load_model(model, dtype=torch.float32, device=settings.device)
     check_model(artifact, loaded)
-    names = _planned_layers(loaded, artifact, options, settings.base)
+    layers = _planned_layers(loaded, artifact, options, settings.base)
     method = LayerMethod(settings.base.method, settings.base.settings)
     cache = TableFile(table_path(artifact, method))
-    table = build_table(loaded, artifact, names, options, method=method, cache=cache)
+    return _Source(model, calibration, artifact, loaded, settings, tuple(layers), method, cache)
+
+
+def _find(source: _Source, options: Sequence[Option], budget: Budget) -> tuple[SearchResult, dict[str, Any]]:
+    """Fill the table and choose; (the plan, what it was chosen from)."""
+    loaded, artifact, settings = source.loaded, source.artifact, source.settings
+    method, cache = source.method, source.cache
+    table = build_table(loaded, artifact, source.layers, options, method=method, cache=cache)
     if settings.measure:
         measure_layers(loaded, artifact, table, options, settings.measure, method=method, cache=cache)
-        table = build_table(loaded, artifact, names, options, method=method, cache=cache)
+        table = build_table(loaded, artifact, source.layers, options, method=method, cache=cache)
     problem = Problem(table, options, corrected_losses(table, options))
-    files = _file_sizes(loaded, table, model, budget)
-    source = _Source(model, calibration, artifact, loaded, settings)
+    files = _file_sizes(loaded, table, source.model, budget)
     plan, measured = _solve(problem, budget, files, source)
     total = files.fixed + int(sum(files.sizes[key] for key in plan.options.items()))
     bits, size = problem.bits_per_weight(plan.stored), total + shard_overhead(total)
     facts = {
         "quantkit": quantkit.__version__,
-        "model": model,
+        "model": source.model,
         "method": method.name,
         "settings": dict(method.settings),
         "per": settings.per,
@@ -144,8 +176,7 @@ def search(
         "gap": plan.gap,
         "measured_kl": measured,
     }
-    write_plan(out, plan_recipe(plan, settings.base), plan_document(problem, plan, facts))
-    return SearchResult(plan, bits, size, measured, cache.path)
+    return SearchResult(plan, bits, size, measured, cache.path), plan_document(problem, plan, facts)
 
 
 @dataclass(frozen=True)
@@ -158,13 +189,16 @@ class _Files:
 
 @dataclass(frozen=True)
 class _Source:
-    """What a plan is tried out on."""
+    """What a search works on. layers: those to plan. method: what quantizes them. cache: of their errors."""
 
     model: str
     calibration: Path
     artifact: Calibration
     loaded: Any
     settings: SearchSettings
+    layers: tuple[str, ...]
+    method: LayerMethod
+    cache: TableFile
 
 
 def _file_sizes(loaded: torch.nn.Module, table: ErrorTable, model: str, budget: Budget) -> _Files:
@@ -180,16 +214,6 @@ def _solve(problem: Problem, budget: Budget, files: _Files, source: _Source) -> 
     if budget.kind == "kl":
         return _smallest_within_kl(problem, budget.limit, source)
     return _best_within(problem, budget, files, source.settings.per), None
-
-
-def _check_out(out: Path) -> None:
-    if out.suffix not in PLAN_SUFFIXES:
-        raise RecipeError(f"`out` {out}: a plan is a recipe; give it the suffix .yaml")
-    if not out.absolute().parent.is_dir():
-        raise RecipeError(f"`out` {out}: the folder {out.absolute().parent} does not exist")
-    for path in (out, out.with_suffix(".json")):
-        if path.exists():
-            raise RecipeError(f"`out` {out}: {path.name} exists already; choose another name or remove it")
 
 
 def _planned_layers(

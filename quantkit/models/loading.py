@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantkit.cpu import check_half_precision
-from quantkit.errors import ModelError, QuantkitError
+from quantkit.errors import ModelError, refusing
 from quantkit.hub import hub_problem
 from quantkit.models.demo import DEMO_MODEL, demo_folder
+from quantkit.storage.documents import read_json
+from quantkit.storage.place import is_stream
 
 if TYPE_CHECKING:  # torch and transformers take seconds; a wrong name must be refused before that
     import torch
@@ -64,12 +65,9 @@ def read_config(model: str) -> dict[str, Any]:
     folder = demo_folder() if model == DEMO_MODEL else Path(model)
     if not folder.is_dir():
         return {}
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"model {folder}: no config.json; expected a folder in the Hugging Face layout") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {folder}: config.json cannot be read ({error})") from error
+    if not (folder / "config.json").exists():
+        raise ModelError(f"model {folder}: no config.json; expected a folder in the Hugging Face layout")
+    config = read_json(folder / "config.json", f"model {folder}: config.json", ModelError)
     if not isinstance(config, dict):
         raise ModelError(f"model {folder}: config.json holds no mapping")
     return config
@@ -107,7 +105,7 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
     _silence_loading_bars()
     local_only = source.offline is not None
     with _one_line(f"tokenizer of {model}"):
-        tokenizer = AutoTokenizer.from_pretrained(source.location, local_files_only=local_only)
+        tokenizer = AutoTokenizer.from_pretrained(source.location, local_files_only=local_only, trust_remote_code=False)
     wanted: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
     if device.type == "cpu" and wanted in (torch.bfloat16, torch.float16):
         check_half_precision()
@@ -116,11 +114,12 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
             source.location,
             dtype=wanted,
             local_files_only=local_only,
+            trust_remote_code=False,
             ignore_mismatched_sizes=True,  # _check_complete refuses them by name; transformers would not name them
             output_loading_info=True,
         )
     loaded, report = answer
-    _check_complete(model, report)
+    _check_complete(model, report, strangers=not is_quantized(loaded))
     return loaded.eval().to(device), tokenizer
 
 
@@ -140,7 +139,8 @@ def stored_dtype(model: str) -> torch.dtype:
 
     source = resolve_model(model)
     with _one_line(f"config of {model}"):
-        config = AutoConfig.from_pretrained(source.location, local_files_only=source.offline is not None)
+        offline = source.offline is not None
+        config = AutoConfig.from_pretrained(source.location, local_files_only=offline, trust_remote_code=False)
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
@@ -162,6 +162,9 @@ def fingerprint(model: nn.Module) -> str:
 
 def _check_folder(folder: Path) -> None:
     read_config(str(folder))
+    odd = next((path for path in sorted(folder.iterdir()) if is_stream(path)), None)
+    if odd is not None:  # a library would wait for a pipe to say something
+        raise ModelError(f"model {folder}: {odd.name} is no regular file")
     if not any(path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)):
         raise ModelError(f"model {folder}: no weights (*.safetensors) beside config.json")
 
@@ -172,10 +175,15 @@ def _is_cached(model: str) -> bool:
     return isinstance(try_to_load_from_cache(model, "config.json"), str)
 
 
-def _check_complete(model: str, report: dict[str, Any]) -> None:
-    """transformers fills missing weights with random numbers and only warns; a quantizer must not start from those."""
+def _check_complete(model: str, report: dict[str, Any], *, strangers: bool) -> None:
+    """transformers fills missing weights with random numbers and only warns; a quantizer must not start from those.
+
+    strangers: whether weights that the model does not know are let pass, which many published models carry.
+    """
     mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in report["mismatched_keys"]}
-    for problem, names in (("missing", set(report["missing_keys"])), ("of the wrong shape", mismatched)):
+    unknown = set() if strangers else set(report["unexpected_keys"])
+    problems = {"missing": set(report["missing_keys"]), "of the wrong shape": mismatched, "unknown": unknown}
+    for problem, names in problems.items():
         if names:
             raise ModelError(f"model {model}: {len(names)} weights are {problem}, e.g. {min(names)}")
 
@@ -183,19 +191,14 @@ def _check_complete(model: str, report: dict[str, Any]) -> None:
 @contextmanager
 def _one_line(what: str) -> Iterator[None]:
     """Turn what transformers and safetensors raise, and log besides, for bad input into a one-line ModelError."""
-    from safetensors import SafetensorError
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
-        yield
-    except QuantkitError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelError(f"{what} cannot be loaded: {first_line}") from error
+        with refusing(f"{what} cannot be loaded", ModelError):
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bars:

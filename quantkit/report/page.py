@@ -23,6 +23,8 @@ from quantkit.report.figures import (
 from quantkit.report.quality import COLUMNS, Measured, by_model, quality_figure
 from quantkit.report.sources import Sources, find_sources
 from quantkit.search.plan import optimality
+from quantkit.storage.output import write_file
+from quantkit.storage.place import check_file
 
 Document = Mapping[str, Any]
 
@@ -45,19 +47,19 @@ def write_report(source: Path, out: Path | None, plot: Path | None) -> list[Path
     for name, path, suffix in (("out", out, ".html"), ("plot", plot, ".png")):
         if path is not None and path.suffix != suffix:
             raise EvaluationError(f"`{name}` {path}: give the file the suffix {suffix}")
-        if path is not None and not path.absolute().parent.is_dir():
-            raise EvaluationError(f"`{name}` {path}: the folder {path.absolute().parent} does not exist")
+        if path is not None:
+            check_file(path, f"`{name}`", replace=True)
     check_matplotlib()
     sources = find_sources(source)
+    figures = all_figures(sources) if plot is not None else []
+    if plot is not None and not figures:
+        raise EvaluationError(f"`plot` {plot}: {source} holds nothing that makes a figure")
     written = []
     if out is not None:
-        out.write_text(page(source.name, sources), encoding="utf-8")
+        write_file(out, page(source.name, sources).encode(), "`out`")
         written.append(out)
     if plot is not None:
-        figures = all_figures(sources)
-        if not figures:
-            raise EvaluationError(f"`plot` {plot}: {source} holds nothing that makes a figure")
-        plot.write_bytes(png(figures))
+        write_file(plot, png(figures), "`plot`")
         written.append(plot)
     return written
 

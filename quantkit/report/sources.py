@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,12 @@ from typing import Any
 from quantkit.checkpoint.summary import summarize
 from quantkit.errors import EvaluationError
 from quantkit.models.loading import is_quantized
+from quantkit.report.checks import CHECKS
+from quantkit.storage.checks import check_document
+from quantkit.storage.documents import read_json
 
 Document = Mapping[str, Any]
+_KINDS = {"search": "searches", "comparison": "comparisons"}
 
 
 @dataclass(frozen=True)
@@ -74,28 +77,32 @@ def _sort_out(root: Path, checkpoints: dict[str, Document], files: list[Path]) -
         document = _read(file)
         kind = _kind(document)
         if kind is not None:
+            check_document(document, CHECKS[kind], f"report: {file}", EvaluationError)
             found[kind][str(file.relative_to(root))] = document
     return Sources(checkpoints=checkpoints, **found)
 
 
 def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise EvaluationError(f"report: {path} cannot be read ({error})") from error
+    return read_json(path, f"report: {path}", EvaluationError)
 
 
 def _kind(document: Any) -> str | None:
     """Which measurement a JSON document holds; None for anything else."""
     if not isinstance(document, dict):
         return None
-    if document.get("kind") in ("search", "comparison"):
-        return {"search": "searches", "comparison": "comparisons"}[document["kind"]]
+    kind = document.get("kind")
+    if isinstance(kind, str) and kind in _KINDS:
+        return _KINDS[kind]
     if {"mean_kl", "histogram", "same_top1"} <= document.keys():
         return "divergences"
     if {"perplexity", "stderr", "text_sha256", "recipe"} <= document.keys():
         return "perplexities"
     rows = document.get("rows")
-    if isinstance(rows, list) and rows and all(isinstance(row, dict) and "evaluation" in row for row in rows):
+    if isinstance(rows, list) and rows and all(map(_is_recipe_row, rows)):
         return "tables"
     return None
+
+
+def _is_recipe_row(row: Any) -> bool:
+    """Whether a row is the perplexity of a recipe, or of another toolkit; other scripts' tables are not shown."""
+    return isinstance(row, dict) and "evaluation" in row and ("recipe" in row or "peer" in row)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import glob
-import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -55,13 +53,12 @@ def _layer(problem: Problem, plan: Plan, name: str) -> dict[str, Any]:
     return {"shape": list(shape), "bits_per_weight": bits, **chosen, "table": rows}
 
 
-def write_plan(out: Path, recipe: Recipe, document: Mapping[str, Any]) -> None:
-    """Write the document, then the recipe: where the recipe is, the document is too."""
+def plan_text(recipe: Recipe, document: Mapping[str, Any], beside: str) -> str:
+    """plan.yaml: the recipe under a heading that says what it is; beside: the name of its document."""
     budget = document["budget"]
     header = (
         f"# Found by quantkit search for {document['model']}: {document['bits_per_weight']:.4f} bits per weight, "
         f"{document['bytes']} bytes,\n# predicted KL {document['predicted_kl']:.6f} nats per token; budget "
-        f"{budget['kind']} <= {budget['limit']:g}. See {out.with_suffix('.json').name}.\n"
+        f"{budget['kind']} <= {budget['limit']:g}. See {beside}.\n"
     )
-    out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    out.write_text(header + yaml.safe_dump(recipe.to_json(), sort_keys=False, width=120), encoding="utf-8")
+    return header + yaml.safe_dump(recipe.to_json(), sort_keys=False, width=120)

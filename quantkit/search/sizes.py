@@ -1,8 +1,8 @@
 """What every choice costs in the written files, to the byte: budgets are promises.
 
-A safetensors file is 8 bytes of header length, a JSON header padded to 8 bytes with one entry per tensor, and the
-tensors. Shapes, dtypes and names are known before anything is quantized; only the offsets in the header are not, so
-each is counted with as many digits as the whole budget has.
+A safetensors file is 8 bytes of header length, a JSON header padded to 8 bytes with one entry and one digest per
+tensor, and the tensors. Shapes, dtypes and names are known before anything is quantized; only the offsets in the header
+are not, so each is counted with as many digits as the whole budget has.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from math import prod
 import torch
 from torch import nn
 
+from quantkit.checkpoint.read import CONFIG_DIGEST
 from quantkit.checkpoint.write import MAX_SHARD_BYTES
 from quantkit.errors import RecipeError
 from quantkit.formats.base import Shape
 from quantkit.formats.table import FORMATS, format_name
+from quantkit.storage.tensors import DIGEST_PREFIX, DTYPES, file_header
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_MOST_DIGITS = 20
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int8: "I8"}
-_LONGEST_DTYPE = "F8_E4M3"
-# Length, '{"__metadata__":{"format":"pt"},' , '}' and the padding.
-_FILE_OVERHEAD = 8 + len('{"__metadata__":{"format":"pt"},') + len("}") + 7
+_DIGEST = "0" * 64  # as long as any sha256
+# Where a file holds no tensor: the entries add their own length. Padding adds up to 7 bytes.
+_FILE_OVERHEAD = len(file_header({}, {"format": "pt", CONFIG_DIGEST: _DIGEST}, {})) + 7
 
 
 def parse_bytes(text: str) -> int:
@@ -33,7 +35,7 @@ def parse_bytes(text: str) -> int:
     Raises RecipeError for anything else.
     """
     match = _SIZE.fullmatch(text.strip())
-    if match is None or match[2].upper() not in _UNITS:
+    if match is None or match[2].upper() not in _UNITS or len(match[1]) > _MOST_DIGITS:
         raise RecipeError(f"budget {text}: expected a size such as 90MB, 1.5GiB or 90000000")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
@@ -78,8 +80,7 @@ def shard_overhead(total: int) -> int:
 
 
 def _entry(name: str, dtype: torch.dtype, shape: tuple[int, ...], digits: int) -> int:
-    """Length of a tensor's header entry ``"name":{"dtype":"F16","shape":[2,3],"data_offsets":[0,12]},``."""
+    """Length of ``"name":{"dtype":"F16","shape":[2,3],"data_offsets":[0,12]},`` and of the digest's entry."""
     sizes = ",".join(map(str, shape))
-    kind = _DTYPES.get(dtype, _LONGEST_DTYPE)
-    fields = f'"{name}":{{"dtype":"{kind}","shape":[{sizes}],"data_offsets":[,]}},'
-    return len(fields.encode()) + 2 * digits
+    fields = f'"{name}":{{"dtype":"{DTYPES[dtype]}","shape":[{sizes}],"data_offsets":[,]}},'
+    return len((fields + f'"{DIGEST_PREFIX}{name}":"{_DIGEST}",').encode()) + 2 * digits

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import quantkit
 from quantkit.assets import cache_folder
 from quantkit.calibration.artifact import Calibration
-from quantkit.errors import RecipeError
+from quantkit.errors import OutputError, RecipeError, StatsError, refusing
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.table import dequantize, spec_from_json, spec_to_json, stored_bytes
 from quantkit.methods import METHODS
@@ -28,9 +28,16 @@ from quantkit.models.streaming import advance, block_hessians, capture_inputs
 from quantkit.progress import track
 from quantkit.quantizers.base import LayerInput
 from quantkit.search.sensitivity import output_sensitivity, quadratic_error
+from quantkit.storage.checks import Fields, anything, check_document, map_of, number, record, text, whole
+from quantkit.storage.documents import parse_json
+from quantkit.storage.place import check_file
 
-SCHEMA = 1
+SCHEMA = 2
 ROW_WISE = -1
+_OTHER_CACHE = "set XDG_CACHE_HOME to a folder that can be written"
+_PLACE: Fields = {"kind": text, "layer": text, "bits": whole(1), "group": whole(ROW_WISE)}
+_ENTRY = record({**_PLACE, "spec": map_of(anything), "estimate": number, "output_error": number}, closed=True)
+_MEASURED = record({**_PLACE, "kl": number}, closed=True)
 
 
 @dataclass(frozen=True, order=True)
@@ -87,31 +94,67 @@ class ErrorTable:
 
 
 class TableFile:
-    """The cache of one table: JSON lines, one per quantized (layer, option) or measurement, flushed at once."""
+    """The cache of one table: JSON lines, one per quantized (layer, option) or measurement, flushed at once.
+
+    Every line ends with a checksum of itself. Raises RecipeError, naming file and line, for a line that is not what was
+    written; a last one that an interruption tore is dropped. Raises OutputError where the cache cannot be written.
+    """
 
     def __init__(self, path: Path):
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
         self.rows: dict[tuple[str, str, Option], dict[str, Any]] = {}
-        whole = 0
-        if path.exists():
-            for line in path.read_bytes().splitlines(keepends=True):
-                if not line.endswith(b"\n"):  # torn by an interruption
-                    break
-                self._index(json.loads(line))
-                whole += len(line)
-            with path.open("r+b") as file:
-                file.truncate(whole)
+        with refusing(f"cache {path} cannot be written", OutputError, _OTHER_CACHE):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            check_file(path, "cache", replace=True)
+            lines = _whole_lines(path) if path.exists() else []
+        for index, line in enumerate(lines, start=1):
+            self._index(_read_row(line, f"cache {path}: line {index}"))
 
     def add(self, kind: str, layer: str, option: Option, **numbers: Any) -> None:
-        """Keep the numbers of a layer under an option; kind: "entry" or "measured"."""
+        """Keep the numbers of a layer under an option; kind: "entry" or "measured".
+
+        Raises StatsError for NaN and Inf.
+        """
         row = {"kind": kind, "layer": layer, "bits": option.weight_bits, "group": option.group_size, **numbers}
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        with refusing(f"{layer}: what {option} costs is NaN or Inf", StatsError):
+            line = json.dumps(row, allow_nan=False)
+        with (
+            refusing(f"cache {self.path} cannot be written", OutputError, _OTHER_CACHE),
+            self.path.open("a", encoding="utf-8") as file,
+        ):
+            file.write(f"{line}\t{_checksum(line)}\n")
         self._index(row)
 
     def _index(self, row: dict[str, Any]) -> None:
         self.rows[row["kind"], row["layer"], Option(row["bits"], row["group"])] = row
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    """The lines of a cache; a last one without an end, torn by an interruption, is cut off the file."""
+    if not path.is_file():
+        raise ValueError("it is no regular file")
+    with path.open("r+b") as file:
+        *lines, torn = file.read().split(b"\n")
+        if torn:
+            file.truncate(sum(map(len, lines)) + len(lines))
+    return lines
+
+
+def _read_row(line: bytes, what: str) -> dict[str, Any]:
+    hint = "remove the file, and the search fills it again"
+    with refusing(f"{what} cannot be read", RecipeError, hint):
+        document, _, checksum = line.decode().rpartition("\t")
+        if checksum != _checksum(document):
+            raise ValueError("its checksum differs")
+    row = parse_json(document, what, RecipeError)
+    check_document(
+        row, _MEASURED if isinstance(row, dict) and row.get("kind") == "measured" else _ENTRY, what, RecipeError, hint
+    )
+    return dict(row)
+
+
+def _checksum(document: str) -> str:
+    return hashlib.sha256(document.encode()).hexdigest()[:16]
 
 
 def table_path(calibration: Calibration, method: LayerMethod) -> Path:
@@ -127,7 +170,7 @@ def table_path(calibration: Calibration, method: LayerMethod) -> Path:
 def _solver_files() -> list[Path]:
     """The quantizers, formats and this package's estimates: their defaults and results are the table's."""
     root = Path(__file__).parents[1]
-    return sorted(path for folder in ("formats", "quantizers", "search") for path in (root / folder).glob("*.py"))
+    return sorted(path for folder in ("formats", "quantizers", "search") for path in (root / folder).rglob("*.py"))
 
 
 def check_method(method: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from quantkit.calibration.artifact import (
     Calibration,
@@ -22,7 +22,7 @@ from quantkit.calibration.artifact import (
     save_calibration,
 )
 from quantkit.calibration.collectors import Collector, sample_positions
-from quantkit.errors import CalibrationError
+from quantkit.errors import CalibrationError, OutputError
 from quantkit.models.loading import load_model
 from quantkit.stats import SAMPLE_ROWS
 
@@ -132,9 +132,9 @@ def _resave(path: Path, **changes: object) -> None:
     [
         ({"q__absmax": None}, "q:absmax"),
         ({"windows": None}, "windows"),
-        ({"q__sample": torch.zeros(3, 6)}, r"q:sample is \(3, 6\) instead of \(128, 6\)"),
-        ({"q__mean_abs": torch.zeros(5)}, r"q:mean_abs is \(5,\)"),
-        ({"windows": torch.zeros(2, 50, dtype=torch.int32)}, "windows are"),
+        ({"q__sample": torch.zeros(3, 6)}, r"q:sample is F32\[3, 6\] instead of F32\[128, 6\]"),
+        ({"q__mean_abs": torch.zeros(5)}, r"q:mean_abs is F32\[5\]"),
+        ({"windows": torch.zeros(2, 50, dtype=torch.int32)}, "windows is"),
     ],
     ids=["absent-tensor", "absent-windows", "short-sample", "misshaped", "other-windows"],
 )
@@ -142,6 +142,88 @@ def test_damaged_tensors_are_named(saved: Path, changes: dict[str, object], mess
     _resave(saved, **changes)
     with pytest.raises(CalibrationError, match=message):
         load_calibration(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q__absmax": torch.full((6,), -1.0)}, "q:absmax holds values from -1.0"),
+        ({"q__mean_abs": torch.full((6,), float("nan"))}, "q:mean_abs holds values from nan"),
+        ({"o__sample": torch.full((128, 6), float("inf"))}, "o:sample holds values from inf"),
+        ({"windows": torch.full((4, 50), -1, dtype=torch.int32)}, "windows holds values from -1.0"),
+        ({"q__absmax": torch.ones(6, dtype=torch.float64)}, r"q:absmax is F64\[6\] instead of F32\[6\]"),
+        ({"q__absmax": torch.tensor(1.0)}, r"q:absmax is F32\[\] instead of"),
+        ({"q__absmax": torch.ones(0)}, r"q:absmax is F32\[0\] instead of"),
+        ({"x__absmax": torch.ones(6)}, "x:absmax is no tensor of a calibration"),
+    ],
+    ids=["negative", "nan", "inf", "token", "dtype", "scalar", "empty", "unknown"],
+)
+def test_what_no_calibration_gives_is_refused_without_digests_too(
+    changes: dict[str, object], message: str, saved: Path
+) -> None:
+    with safe_open(saved, "pt") as file:
+        document = file.metadata()["quantkit.calibration"]
+    _resave(saved, **changes)
+    tensors = load_file(saved)
+    save_file(tensors, saved, metadata={"quantkit.calibration": document})
+    with pytest.raises(CalibrationError, match=message):
+        load_calibration(saved)
+
+
+def test_a_calibration_without_digests_is_read(saved: Path) -> None:
+    with safe_open(saved, "pt") as file:
+        document = file.metadata()["quantkit.calibration"]
+    save_file(load_file(saved), saved, metadata={"quantkit.calibration": document})
+    assert list(load_calibration(saved).layers) == ["q", "k", "o"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seq_len": 0},
+        {"seq_len": True},
+        {"texts": []},
+        {"texts": [{"name": "x"}]},
+        {"model": 3},
+        {"unheard_of": 1},
+    ],
+    ids=["zero", "bool", "no-texts", "half-a-text", "number", "unknown"],
+)
+def test_malformed_metadata_is_refused(change: dict[str, object], saved: Path) -> None:
+    with safe_open(saved, "pt") as file:
+        document = json.loads(file.metadata()["quantkit.calibration"])
+    document["meta"] |= change
+    save_file(load_file(saved), saved, metadata={"quantkit.calibration": json.dumps(document)})
+    with pytest.raises(CalibrationError, match="its metadata is malformed"):
+        load_calibration(saved)
+
+
+def test_every_changed_byte_of_the_values_is_found(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = bytearray(saved.read_bytes())
+    for place in range(len(content) - 400, len(content), 7):
+        content[place] ^= 1
+        saved.write_bytes(content)
+        with pytest.raises(CalibrationError, match=r"sha256 differs|holds values"):
+            load_calibration(saved)
+        content[place] ^= 1
+    content[-1] ^= 1
+    saved.write_bytes(content)
+    monkeypatch.setenv("QUANTKIT_VERIFY", "0")
+    load_calibration(saved)
+
+
+def test_tokens_and_channels_that_the_model_lacks_are_refused(
+    tiny_model: Callable[[str], Path], calibrated: Callable[[str], Path]
+) -> None:
+    model, _ = load_model(str(tiny_model("opt")))
+    calibration = load_calibration(calibrated("opt"))
+    check_model(calibration, model)
+    with pytest.raises(CalibrationError, match="holds the token 320 of a vocabulary of 320"):
+        check_model(replace(calibration, windows=calibration.windows + 320 - calibration.windows.max()), model)
+    name, stats = next(iter(calibration.layers.items()))
+    narrow = {**calibration.layers, name: replace(stats, absmax=stats.absmax[:-1])}
+    with pytest.raises(CalibrationError, match=f"{name} has 64 input channels"):
+        check_model(replace(calibration, layers=narrow), model)
 
 
 def test_truncated_missing_or_foreign_files_are_refused(saved: Path, tmp_path: Path) -> None:
@@ -163,6 +245,6 @@ def test_unknown_schema_is_refused(tmp_path: Path) -> None:
 
 
 def test_unwritable_place_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match="cannot be written"):
+    with pytest.raises(OutputError, match="does not exist"):
         save_calibration(_calibration(torch.randn(50, 3)), tmp_path / "none" / "a.safetensors")
     assert list(tmp_path.iterdir()) == []

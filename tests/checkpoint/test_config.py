@@ -8,6 +8,7 @@ from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, bits_per_w
 from quantkit.errors import CheckpointError
 from quantkit.formats.bcq import BcqSpec
 
+SPEC = {"format": "bcq", "weight_bits": 4, "group_size": 128, "offset": True}
 CONFIG = CheckpointConfig(
     layers={
         "a": StoredLayer(BcqSpec(4, 128, True), (64, 128)),
@@ -40,8 +41,27 @@ def test_bits_per_weight_weighs_layers_by_their_size() -> None:
         ({"groups": [{"layers": {}}]}, "malformed"),
         ({"groups": [{"spec": {"format": "bcq"}, "layers": {"a": [1, 2]}}]}, "bcq"),
         ({"ignore": None}, "malformed"),
+        ({"ignore": "lm_head"}, "malformed"),
+        ({"format_version": True}, "format_version is True"),
+        ({"format_version": "1"}, "format_version is '1'"),
+        ({"groups": []}, "malformed"),
+        ({"groups": [{"spec": SPEC, "layers": {}}]}, "names no layer"),
+        ({"groups": [{"spec": SPEC, "layers": {"a": [64, True]}}]}, "malformed"),
+        ({"groups": [{"spec": SPEC, "layers": {"a": [64, -128]}}]}, "malformed"),
+        ({"groups": [{"spec": SPEC, "layers": {"a": [64]}}]}, "malformed"),
+        ({"groups": [{"spec": SPEC, "layers": {"a": [64, 128]}}] * 2}, "stands in two groups"),
+        ({"groups": [{"spec": {**SPEC, "weight_bits": True}, "layers": {"a": [64, 128]}}]}, "weight_bits is True"),
+        ({"attention": {"a": [1.0, float("nan"), 1.0]}}, "malformed"),
+        ({"attention": {"a": [1.0, 0.0, 1.0]}}, "malformed"),
+        ({"attention": {"a": [1.0, 1.0]}}, "malformed"),
+        ({"meta": None}, "malformed"),
+        ({"unheard_of": 1}, "unknown key 'unheard_of'"),
     ],
-    ids=["method", "version", "no-spec", "empty-spec", "ignore"],
+    ids=[
+        *("method", "version", "no-spec", "empty-spec", "ignore", "ignore-text", "version-bool", "version-text"),
+        *("no-groups", "no-layers", "shape-bool", "shape-negative", "shape-short", "layer-twice", "bits-bool"),
+        *("attention-nan", "attention-zero", "attention-short", "meta", "unknown-key"),
+    ],
 )
 def test_malformed_configs_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):

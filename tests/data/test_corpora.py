@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from pathlib import Path
 
@@ -120,3 +121,26 @@ def test_missing_file_and_bad_suffix_are_named(tmp_path: Path) -> None:
 def test_unreadable_files_say_why(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     assert message in _refusal(None, tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["a[1].txt", "[x].txt", "b*.txt", "c?.txt", "d{1,2}.txt", "e f.txt", "g#h.txt"])
+def test_text_is_a_path_whatever_it_is_called(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("its own words")
+    (tmp_path / "a1.txt").write_text("another file's words")
+    (tmp_path / "b_other.txt").write_text("another file's words")
+    assert load_text(None, tmp_path / name, split="test").text == "its own words"
+
+
+def test_an_asterisk_stands_for_many_files_where_no_file_is_called_so(tmp_path: Path) -> None:
+    for name in ("2", "1", "10"):
+        _jsonl(tmp_path / f"part-{name}.jsonl", [{"text": name}])
+    (tmp_path / "part-x.jsonl").mkdir()
+    assert load_text(None, tmp_path / "part-*.jsonl", split="test").rows == ("1", "10", "2")
+    assert "no such file" in _refusal(None, tmp_path / "part-[12].jsonl")
+    assert "no such file" in _refusal(None, tmp_path / "none-*.jsonl")
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert "no such file" in _refusal(None, tmp_path / "pipe.txt")
+    assert "File name too long" in _refusal(None, tmp_path / ("n" * 300 + ".txt"))

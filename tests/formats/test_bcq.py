@@ -120,7 +120,7 @@ def test_fp16_scales_are_written_as_before_coded_ones_existed() -> None:
         ({"format": "gif"}, "unknown format"),
         ({"sparsity": 2}, "unknown field"),
         ({"weight_bits": 9}, "choose 1 to 8"),
-        ({"scale_bits": "8"}, "scale_bits is 8; choose"),
+        ({"scale_bits": "8"}, "scale_bits is .8., not int"),
     ],
     ids=["format", "field", "value", "scale-bits"],
 )

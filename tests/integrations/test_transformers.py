@@ -93,7 +93,7 @@ def test_half_precision_leaves_the_stored_tensors_alone(checkpoint: TinyModel) -
 def test_truncated_file_is_refused(broken: Path) -> None:
     path = broken / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="truncated or damaged"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         quantkit.load(str(broken))
 
 
@@ -118,7 +118,8 @@ def test_unknown_format_version_is_refused(broken: Path) -> None:
         quantkit.load(str(broken))
 
 
-def test_layer_the_model_lacks_is_refused(broken: Path) -> None:
+def test_layer_the_model_lacks_is_refused(broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTKIT_VERIFY", "0")  # else the edited config.json is refused as such
     path = broken / "config.json"
     config = json.loads(path.read_text())
     config["num_hidden_layers"] = 1

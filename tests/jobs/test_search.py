@@ -16,7 +16,7 @@ from quantkit.checkpoint.config import bits_per_weight
 from quantkit.checkpoint.read import read_checkpoint
 from quantkit.checkpoint.write import folder_bytes
 from quantkit.data.corpora import Corpus
-from quantkit.errors import CalibrationError, RecipeError
+from quantkit.errors import CalibrationError, OutputError, RecipeError, StatsError
 from quantkit.evaluation.divergence import window_scores
 from quantkit.jobs.quantize import quantize_model
 from quantkit.jobs.search import Budget, SearchResult, search, search_settings
@@ -271,6 +271,44 @@ def test_cache_ignores_a_torn_last_line(tmp_path: Path) -> None:
     assert len(TableFile(path).rows) == 2
 
 
+@pytest.mark.parametrize("damage", [(b"0.5", b"0.6"), (b"{", b""), (b'"a"', b'"b"')], ids=["number", "brace", "name"])
+def test_a_damaged_line_of_the_cache_is_refused_with_its_number(damage: tuple[bytes, bytes], tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    for layer in ("a", "b"):
+        TableFile(path).add("measured", layer, Option(3, 64), kl=0.5)
+    path.write_bytes(path.read_bytes().replace(*damage, 1))
+    with pytest.raises(RecipeError, match=r"line 1 cannot be read .*; remove the file, and the search fills it again"):
+        TableFile(path)
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_the_work(
+    find: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    monkeypatch.setattr(table_module, "build_table", lambda *_a, **_k: pytest.fail("the work began"))
+    with pytest.raises(OutputError, match=r"cache .* cannot be written .*; set XDG_CACHE_HOME"):
+        find("plan", "bpw", 3.3, "measure=0")
+    assert not list(tmp_path.glob("*plan*"))
+
+
+def test_a_cache_keeps_no_nan_and_leaves_no_empty_file(tmp_path: Path) -> None:
+    table = TableFile(tmp_path / "t.jsonl")
+    with pytest.raises(StatsError, match="is NaN or Inf"):
+        table.add("measured", "a", Option(3, 64), kl=float("nan"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("limit", [float("nan"), float("inf"), 0.0, -1.0], ids=["nan", "inf", "zero", "negative"])
+def test_a_budget_is_a_number_above_zero(limit: float) -> None:
+    with pytest.raises(RecipeError, match="bits per weight leaves nothing"):
+        Budget("bpw", limit)
+
+
+def test_the_code_that_fills_a_table_is_all_of_it() -> None:
+    names = {path.name for path in table_module._solver_files()}
+    assert {"bcq.py", "quantizer.py", "compensation.py", "sensitivity.py"} <= names
+
+
 def test_a_table_of_other_code_is_not_used(
     calibration: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +322,7 @@ def test_a_table_of_other_code_is_not_used(
     assert table_module.table_path(artifact, method) != before
 
 
-@pytest.mark.parametrize("setting", ["attention_bits=8", "weight_bits=4", "per=block"])
+@pytest.mark.parametrize("setting", ["attention_bits=8", "weight_bits=4", "per=block", "measure=true", "device=1"])
 def test_settings_that_the_search_would_not_carry_out_are_refused(setting: str) -> None:
     with pytest.raises(RecipeError, match=f"`settings` {setting.split('=')[0]}"):
         search_settings([setting])

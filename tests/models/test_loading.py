@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -150,3 +151,35 @@ def test_resolve_finds_folders_without_asking_the_hub(no_network: None, tiny_mod
     source = resolve_model(str(tiny_model("opt")))
     assert source.offline is None
     assert Path(source.location) == tiny_model("opt")
+
+
+def test_a_pipe_in_the_folder_is_refused_instead_of_waited_for(copy: Path) -> None:
+    (copy / "generation_config.json").unlink()
+    os.mkfifo(copy / "generation_config.json")
+    assert "generation_config.json is no regular file" in _refusal(str(copy))
+
+
+def test_code_of_a_model_is_never_run(copy: Path, tmp_path: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"model_type": "theirs", "auto_map": dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "evil.Evil")}
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert "cannot be loaded" in _refusal(str(copy))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", '{"version": []}'),
+        ("tokenizer_config.json", "[1]"),
+        ("config.json", '{"model_type": "llama", "hidden_size": "many"}'),
+        ("config.json", '{"model_type": "llama", "hidden_size": true}'),
+        ("config.json", '{"model_type": {}}'),
+        ("config.json", '{"model_type": "llama", "model_type": "opt"}'),
+    ],
+    ids=["tokenizer", "tokenizer-list", "text", "bool", "type", "twice"],
+)
+def test_every_error_of_reading_metadata_is_one_line(file: str, content: str, copy: Path) -> None:
+    (copy / file).write_text(content)
+    assert _refusal(str(copy))

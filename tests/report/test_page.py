@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.errors import EvaluationError
+from quantkit.errors import EvaluationError, QuantkitError
 from quantkit.report.page import write_report
 from tests.pipeline import quantize_tiny
 from tests.report import documents
@@ -136,7 +136,7 @@ def test_recipes_of_one_family_are_joined() -> None:
     ids=["html", "png", "folder"],
 )
 def test_unfit_paths_are_refused(out: str, plot: str | None, message: str, results: Path, tmp_path: Path) -> None:
-    with pytest.raises(EvaluationError, match=message):
+    with pytest.raises(QuantkitError, match=message):
         write_report(results, tmp_path / out, tmp_path / plot if plot else None)
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
 

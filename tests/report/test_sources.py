@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,4 +54,35 @@ def test_nothing_to_show_is_refused(tiny_model: Callable[[str], Path], tmp_path:
         find_sources(tmp_path / "plan.yaml")
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(EvaluationError, match="cannot be read"):
+        find_sources(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("search", {"layers": {}}, "it.layers is {}"),
+        ("search", {"budget": {"kind": "bpw", "limit": True}}, "it.budget.limit is True, not a number"),
+        ("search", {"uniform": [{"label": "", "bits_per_weight": 1, "predicted_kl": 1}]}, "label is '', not a word"),
+        ("comparison", {"rows": []}, "it.rows is"),
+        ("comparison", {"device": None}, "it.device is None"),
+        ("divergence", {"histogram": {"edges": [1, 2, 3], "counts": [1]}}, "one edge more than counts"),
+        ("divergence", {"mean_kl": float("nan")}, "it.mean_kl is nan, not a number"),
+        ("perplexity", {"tokens": "many"}, "it.tokens is 'many'"),
+    ],
+    ids=["layers", "limit", "label", "rows", "device", "histogram", "nan", "tokens"],
+)
+def test_malformed_results_are_refused_before_anything_is_drawn(
+    kind: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    document = getattr(documents, f"{kind}_document")() | change
+    documents.write(tmp_path / "a.json", document)
+    with pytest.raises(EvaluationError, match=f"a.json is malformed .*{message}"):
+        find_sources(tmp_path)
+
+
+def test_rows_that_were_scored_on_other_tasks_are_refused(tmp_path: Path) -> None:
+    document = documents.comparison_document()
+    document["rows"][1]["scores"] = []
+    documents.write(tmp_path / "a.json", document)
+    with pytest.raises(EvaluationError, match="have not all been scored on the same tasks"):
         find_sources(tmp_path)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.checkpoint.read import read_checkpoint
-from quantkit.checkpoint.write import folder_bytes
+from quantkit.checkpoint.read import CONFIG_DIGEST, read_checkpoint
+from quantkit.checkpoint.write import folder_bytes, stored_tensors
 from quantkit.errors import RecipeError
 from quantkit.models.loading import load_model, stored_dtype
 from quantkit.search.sizes import fixed_bytes, offset_digits, parse_bytes, quantized_bytes
+from quantkit.storage.tensors import write_tensors
 from tests.pipeline import FAMILIES, quantize_tiny
 
 # Offsets counted with the most digits they can have, and padding: the header may be predicted this much too long.
@@ -41,9 +42,11 @@ def test_written_files_are_never_larger_and_hardly_smaller(
 
 
 def test_a_half_precision_model_is_counted_in_half_precision(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    model, tokenizer = load_model(str(tiny_model("llama")))
+    model, _ = load_model(str(tiny_model("llama")))
     model.to(torch.float16).save_pretrained(tmp_path / "half")
-    tokenizer.save_pretrained(tmp_path / "half")
+    weights = tmp_path / "half" / "model.safetensors"
+    weights.unlink()
+    write_tensors(weights, stored_tensors(model), {"format": "pt", CONFIG_DIGEST: "0" * 64})
     digits = offset_digits(model, float("inf"))
     predicted = fixed_bytes(model, {}, stored_dtype(str(tmp_path / "half")), digits)
     written = folder_bytes(tmp_path / "half")
@@ -59,7 +62,7 @@ def test_sizes_are_read(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["90 apples", "-5MB", "", "MB"])
+@pytest.mark.parametrize("text", ["90 apples", "-5MB", "", "MB", "9" * 400])
 def test_other_text_is_no_size(text: str) -> None:
     with pytest.raises(RecipeError, match="expected a size such as 90MB"):
         parse_bytes(text)

@@ -1,0 +1,54 @@
+"""How the program ends when its results have nowhere to go, or when it is told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from quantkit.errors import OutputError, reason
+
+_STOPS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def ends_in_order() -> Iterator[None]:
+    """While entered, SIGTERM and SIGHUP end the program as Ctrl-C does: half-written results are removed on the way.
+
+    A signal that is ignored (under nohup) stays ignored. Raises OutputError, before anything is done, where stdout is
+    closed, and for results that cannot be printed.
+    """
+    _fill_standard_streams()
+    if sys.stdout is None:
+        raise OutputError("standard output is closed; results would be lost")
+    former = {number: signal.getsignal(number) for number in _STOPS}
+    for number, handler in former.items():
+        if handler is signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{error.filename or 'standard output or a file'}: {reason(error)}") from error
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        _drop_what_cannot_be_printed()
+
+
+def _fill_standard_streams() -> None:
+    """Give a closed standard stream's number to nothing, so that no file of ours gets it and then what others print."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+
+
+def _drop_what_cannot_be_printed() -> None:
+    """After a failure nothing may try again to write to a full or closed stdout: Python would, as it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
