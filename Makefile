@@ -1,5 +1,6 @@
 # make demo   quantize a real 135M model end to end and print the result (about 3 minutes on 2 cores, after downloads)
 # make test   the test suite; make test-all adds the runs of real models; make lint checks style and types
+# make kernels  compile every instance of every kernel for every GPU generation, no GPU needed
 # Each sets up what it needs in .venv first, from the versions pinned in constraints.txt.
 PYTHON ?= python3
 VENV := .venv
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all lint setup clean
+.PHONY: demo test kernels test-all lint setup clean
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -20,7 +21,10 @@ demo: $(READY)
 	$(BIN)/python scripts/demo.py
 
 test: $(READY)
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not kernels'
+
+kernels: $(READY)
+	$(PYTEST) -m kernels
 
 test-all: $(READY)
 	$(PYTEST)

@@ -72,3 +72,21 @@ struct Mailbox {
 #endif
     }
 };
+
+// All threads of all blocks of the cluster wait for each other; what they wrote before is visible behind it.
+__device__ __forceinline__ void clusterSync() {
+#if QK_CLUSTERS
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// Two floats of block `rank` at an address of this block's shared memory.
+__device__ __forceinline__ float2 loadRemote8(uint32 shared, uint32 rank) {
+    float2 pair{};
+#if QK_CLUSTERS
+    asm volatile("{.reg .u32 place;\nmapa.shared::cluster.u32 place, %2, %3;\n"
+                 "ld.shared::cluster.v2.f32 {%0, %1}, [place];\n}"
+                 : "=f"(pair.x), "=f"(pair.y) : "r"(shared), "r"(rank) : "memory");
+#endif
+    return pair;
+}

@@ -229,3 +229,103 @@ __device__ __forceinline__ void allowNextKernel() {
 __device__ __forceinline__ void prefetchL2(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" :: "l"(address));
 }
+
+// D = C + A B on 16-bit floats of type kDtype: lanes and registers as halfMma16.
+template <int kDtype>
+__device__ __forceinline__ void shortMma16(float* c, uint4 a, uint32 b0, uint32 b1) {
+    static_assert(kDtype == kFloat16 || kDtype == kBfloat16, "16-bit types only");
+    if constexpr (kDtype == kFloat16) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+    }
+}
+
+// Two floats as a pair of 16-bit ones of type kDtype, and the sum of two such pairs.
+template <int kDtype>
+__device__ __forceinline__ uint32 packPair(float low, float high) {
+    uint32 pair;
+    if constexpr (kDtype == kFloat16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+template <int kDtype>
+__device__ __forceinline__ uint32 addPairs(uint32 a, uint32 b) {
+    uint32 sum;
+    if constexpr (kDtype == kFloat16) {
+        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    } else {  // compute capability 8.0 has no addition of bf16
+        asm("{.reg .b32 one;\nmov.b32 one, 0x3f803f80;\nfma.rn.bf16x2 %0, %1, one, %2;\n}"
+            : "=r"(sum) : "r"(a), "r"(b));
+    }
+    return sum;
+}
+
+// One byte at an address in shared memory; 4, 8 or 16 bytes to one.
+__device__ __forceinline__ uint8 loadShared1(uint32 shared) {
+    uint32 value;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(shared) : "memory");
+    return uint8(value);
+}
+__device__ __forceinline__ uint2 loadSharedWords(uint32 shared) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(shared) : "memory");
+    return v;
+}
+__device__ __forceinline__ void storeShared4(uint32 shared, uint32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(value) : "memory");
+}
+__device__ __forceinline__ void storeShared8(uint32 shared, uint32 a, uint32 b) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(shared), "r"(a), "r"(b) : "memory");
+}
+__device__ __forceinline__ void storeShared16(uint32 shared, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(shared), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                 : "memory");
+}
+
+// Two 8 x 16-byte matrices, as loadMatrices.
+__device__ __forceinline__ uint2 loadTwoMatrices(uint32 shared) {
+    uint2 m;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(m.x), "=r"(m.y)
+                 : "r"(shared)
+                 : "memory");
+    return m;
+}
+
+// Memory barriers at a shared address, on every GPU here; wgmma.cuh has what only Hopper does with them. They keep their
+// default scope: a cluster-wide acquire or release becomes a GPU-wide memory fence, and what they guard needs none.
+__device__ __forceinline__ void barrierInit(uint32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrierArrive(uint32 barrier) {
+    asm volatile("{.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
+}
+// An arrival once the copies that this thread has asked for are there.
+__device__ __forceinline__ void barrierArriveBehindCopies(uint32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrierWait(uint32 barrier, uint32 parity) {
+    uint32 done;
+    do {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("{.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#else
+        asm volatile("{.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#endif
+    } while (!done);
+}
+
+// Barrier ``id`` (1-15) of the block among ``threads`` threads: wait, or arrive without waiting.
+__device__ __forceinline__ void namedSync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void namedArrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}

@@ -77,8 +77,12 @@ WG_BYTES(64, 32, 32, 33, 34)
 WG_BYTES(128, 64, 64, 65, 66)
 WG_BYTES(256, 128, 128, 129, 130)
 
-__device__ __forceinline__ void barrierInit(uint64* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(sharedAddress(barrier)), "r"(arrivals));
+__device__ __forceinline__ void barrierInit(uint64* barrier, int arrivals) { barrierInit(sharedAddress(barrier), arrivals); }
+__device__ __forceinline__ void barrierArrive(uint64* barrier) { barrierArrive(sharedAddress(barrier)); }
+
+// Wait for the phase of this parity to complete.
+__device__ __forceinline__ void barrierWait(uint64* barrier, uint32 parity) {
+    barrierWait(sharedAddress(barrier), parity);
 }
 
 // Makes barrierInit visible to bulk copies.
@@ -87,39 +91,22 @@ __device__ __forceinline__ void barrierInitFence() {
 }
 
 // Arrive, and let the phase wait for ``bytes`` of bulk copies too.
+__device__ __forceinline__ void barrierExpect(uint32 barrier, uint32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void barrierExpect(uint64* barrier, uint32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(sharedAddress(barrier)), "r"(bytes)
-                 : "memory");
-}
-
-// The barriers below keep their default scope: a cluster-wide acquire or release becomes a GPU-wide memory fence, and
-// what they guard is only touched by bulk copies and products, which need none.
-__device__ __forceinline__ void barrierArrive(uint64* barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(sharedAddress(barrier)) : "memory");
-}
-
-__device__ __forceinline__ bool barrierTry(uint64* barrier, uint32 parity) {
-    uint32 done;
-    asm volatile(
-        "{.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(sharedAddress(barrier)), "r"(parity)
-        : "memory");
-    return done != 0;
-}
-
-// Wait for the phase of this parity to complete.
-__device__ __forceinline__ void barrierWait(uint64* barrier, uint32 parity) {
-    while (!barrierTry(barrier, parity)) {
-    }
+    barrierExpect(sharedAddress(barrier), bytes);
 }
 
 // Copy global bytes (a multiple of 16, both ends aligned to 16) to shared memory; the barrier counts them.
-__device__ __forceinline__ void copyBulk(uint32 shared, const void* global, uint32 bytes, uint64* barrier) {
+__device__ __forceinline__ void copyBulk(uint32 shared, const void* global, uint32 bytes, uint32 barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-        "l"(global), "r"(bytes), "r"(sharedAddress(barrier))
+        "l"(global), "r"(bytes), "r"(barrier)
         : "memory");
+}
+__device__ __forceinline__ void copyBulk(uint32 shared, const void* global, uint32 bytes, uint64* barrier) {
+    copyBulk(shared, global, bytes, sharedAddress(barrier));
 }
 
 // Bulk copies of kBlocks neighbouring blocks of tiles, k tile after k tile of kStep bytes; blocks behind the last copy it
@@ -153,14 +140,6 @@ __device__ __forceinline__ int blockCount() {
     return count;
 }
 
-// Barrier ``id`` (1-15) of the block among ``threads`` threads: wait, or arrive without waiting.
-__device__ __forceinline__ void namedSync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void namedArrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 template <int kRegisters>
 __device__ __forceinline__ void giveRegisters() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -169,3 +148,32 @@ template <int kRegisters>
 __device__ __forceinline__ void takeRegisters() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+
+// Products of 16-bit floats with A, 64 rows of weights, in registers: a0 to a3 as in halfMma16 for the 16 rows of every
+// warp. D as above, fp32.
+#define WG_L4 "%0,%1,%2,%3"
+#define WG_L8 WG_L4 ",%4,%5,%6,%7"
+#define WG_L16 WG_L8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define WG_F8(i) \
+    "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+        "+f"(d[i + 7])
+#define WG_F32(i) WG_F8(i), WG_F8(i + 8), WG_F8(i + 16), WG_F8(i + 24)
+template <int kDtype, int kColumns>
+struct RegisterProduct;
+#define WG_REGISTERS(dtype, type, columns, list, a, b, c, e, f, ...) \
+    template <> \
+    struct RegisterProduct<dtype, columns> { \
+        __device__ static __forceinline__ void add(float* d, uint32 a0, uint32 a1, uint32 a2, uint32 a3, \
+                                                   uint64 descB) { \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." \
+                         type "." type " {" list "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f ", p, 1, 1, 0;\n}" \
+                         : __VA_ARGS__ \
+                         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(descB)); \
+        } \
+    };
+#define WG_REGISTERS_BOTH(...) WG_REGISTERS(kFloat16, "f16", __VA_ARGS__) WG_REGISTERS(kBfloat16, "bf16", __VA_ARGS__)
+WG_REGISTERS_BOTH(16, WG_L8, 8, 9, 10, 11, 12, WG_F8(0))
+WG_REGISTERS_BOTH(32, WG_L16, 16, 17, 18, 19, 20, WG_F8(0), WG_F8(8))
+WG_REGISTERS_BOTH(64, WG_L32, 32, 33, 34, 35, 36, WG_F32(0))
+WG_REGISTERS_BOTH(128, WG_L64, 64, 65, 66, 67, 68, WG_F32(0), WG_F32(32))
+WG_REGISTERS_BOTH(256, WG_L128, 128, 129, 130, 131, 132, WG_F32(0), WG_F32(32), WG_F32(64), WG_F32(96))

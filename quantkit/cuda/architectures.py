@@ -36,6 +36,7 @@ class Instruction(StrEnum):
     MMA_S8 = "mma s8"
     WGMMA_S8 = "wgmma s8"
     MMA_F16 = "mma f16/bf16"
+    WGMMA_F16 = "wgmma f16/bf16"
 
 
 class Kernel(StrEnum):
@@ -44,6 +45,8 @@ class Kernel(StrEnum):
     BCQ_BINARY_GEMV = "bcq_binary_gemv"
     BCQ_INT8_GEMV = "bcq_int8_gemv"
     BCQ_LUT_GEMV = "bcq_lut_gemv"
+    BCQ_GEMM_MMA = "bcq_gemm_mma"
+    BCQ_GEMM_WGMMA = "bcq_gemm_wgmma"
     BCQ_DEQUANTIZE = "bcq_dequantize"
     BIPOLAR_GEMV = "bipolar_gemv"
     BIPOLAR_BINARY_MMA = "bipolar_gemm_mma binary"
@@ -61,6 +64,8 @@ INSTRUCTION_OF: dict[Kernel, Instruction | None] = {
     Kernel.BCQ_BINARY_GEMV: Instruction.MMA_B1,
     Kernel.BCQ_INT8_GEMV: Instruction.MMA_S8,
     Kernel.BCQ_LUT_GEMV: None,
+    Kernel.BCQ_GEMM_MMA: Instruction.MMA_F16,
+    Kernel.BCQ_GEMM_WGMMA: Instruction.WGMMA_F16,
     Kernel.BCQ_DEQUANTIZE: Instruction.MMA_F16,  # of cuBLAS, which multiplies the weight
     Kernel.BIPOLAR_GEMV: Instruction.MMA_B1,
     Kernel.BIPOLAR_BINARY_MMA: Instruction.MMA_B1,
@@ -80,6 +85,7 @@ _CONSEQUENCES: dict[tuple[Instruction, Support], str] = {
     (Instruction.MMA_B1, Support.EMULATED): "one binary product becomes eight INT8 products, so INT8 kernels are used",
     (Instruction.WGMMA_B1, Support.MISSING): "bipolar products use mma b1 where it is native, else mma s8",
     (Instruction.MMA_S4, Support.EMULATED): "INT4 layers are stored in 4 bits and computed in INT8",
+    (Instruction.WGMMA_F16, Support.MISSING): "bcq products of many tokens use mma f16/bf16",
     (Instruction.WGMMA_S8, Support.MISSING): "INT8 products and INT8 attention use mma s8",
 }
 
@@ -154,6 +160,7 @@ _PORTABLE = frozenset(
     {
         Kernel.BCQ_INT8_GEMV,
         Kernel.BCQ_LUT_GEMV,
+        Kernel.BCQ_GEMM_MMA,
         Kernel.BCQ_DEQUANTIZE,
         Kernel.BIPOLAR_INT8_MMA,
         Kernel.INT8_GEMM_MMA,
@@ -162,7 +169,8 @@ _PORTABLE = frozenset(
 )
 _BINARY = frozenset({Kernel.BCQ_BINARY_GEMV, Kernel.BIPOLAR_GEMV})
 _AMPERE = _PORTABLE | _BINARY | {Kernel.BIPOLAR_BINARY_MMA, Kernel.INT4_GEMM_MMA}
-_HOPPER = (_PORTABLE | _BINARY) - {Kernel.BIPOLAR_INT8_MMA, Kernel.INT8_GEMM_MMA} | {
+_HOPPER = (_PORTABLE | _BINARY) - {Kernel.BCQ_GEMM_MMA, Kernel.BIPOLAR_INT8_MMA, Kernel.INT8_GEMM_MMA} | {
+    Kernel.BCQ_GEMM_WGMMA,
     Kernel.BIPOLAR_BINARY_WGMMA,
     Kernel.BIPOLAR_INT8_WGMMA,
     Kernel.INT8_GEMM_WGMMA,
@@ -218,7 +226,8 @@ _ROWS = (
         capability=(9, 0),
         target="sm_90a",
         shared_memory=228 << 10,
-        native=_WARP_INSTRUCTIONS - {Instruction.MMA_S4} | {Instruction.WGMMA_B1, Instruction.WGMMA_S8},
+        native=_WARP_INSTRUCTIONS - {Instruction.MMA_S4}
+        | {Instruction.WGMMA_B1, Instruction.WGMMA_S8, Instruction.WGMMA_F16},
         emulated=frozenset({Instruction.MMA_S4}),
         kernels=_HOPPER,
         verified="tested and measured",

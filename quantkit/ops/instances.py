@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterator
 from quantkit.cuda.architectures import Architecture
 from quantkit.cuda.compile import CompileUnit
 from quantkit.ops.attention.instances import attention_units
+from quantkit.ops.bcq.gemm import gemm_units
 from quantkit.ops.bcq.instances import bcq_units
 from quantkit.ops.bipolar.instances import bipolar_units
 from quantkit.ops.decode.instances import decode_units
 from quantkit.ops.flatten.instances import flatten_units
 
+
+def _bcq_units(row: Architecture) -> Iterator[CompileUnit]:
+    yield from bcq_units(row)
+    yield from gemm_units(row)
+
+
 INSTANCES: dict[str, Callable[[Architecture], Iterator[CompileUnit]]] = {
-    "bcq": bcq_units,
+    "bcq": _bcq_units,
     "bipolar": bipolar_units,
     "decode": decode_units,
     "flatten": flatten_units,

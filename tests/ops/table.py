@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from quantkit.cuda.architectures import Architecture, Kernel
 from quantkit.ops.instances import INSTANCES
 from quantkit.ops.registry import OPS, Op
 
@@ -21,3 +22,10 @@ def samples_on(op: Op, device: torch.device) -> Iterator[Any]:
     """The op's samples with their tensors on the device, each an allocation of its own."""
     for sample in op.samples():
         yield op.arguments(*(value.to(device) if isinstance(value, torch.Tensor) else value for value in sample))
+
+
+def is_asked_for(sample: Any, row: Architecture) -> bool:
+    """Whether a GPU of this generation gets the sample: its bcq kernels by name, nibbles where it has INT4 products."""
+    named, acts = getattr(sample, "implementation", "auto"), getattr(sample, "act_tiles", None)
+    packed = getattr(sample, "packed", False) or (acts is not None and acts.dtype == torch.uint8)
+    return (named == "auto" or Kernel(named) in row.kernels) and (not packed or Kernel.INT4_GEMM_MMA in row.kernels)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from quantkit.cuda.architectures import ARCHITECTURES, Architecture, Kernel
+from quantkit.cuda.architectures import ARCHITECTURES, Architecture
 from quantkit.cuda.device import gpu_of
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.bcq import autotune
@@ -21,7 +20,7 @@ from quantkit.ops.registry import OPS
 from tests.ops.bcq.cases import random_weight
 from tests.ops.decode.cases import token_behind_others
 from tests.ops.launches import Recorder, record
-from tests.ops.table import NAMES
+from tests.ops.table import NAMES, is_asked_for
 
 ROWS = [pytest.param(row, id=row.title) for row in ARCHITECTURES.values()]
 CPU = torch.device("cpu")
@@ -37,16 +36,9 @@ def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     autotune.gpu_key.cache_clear()
 
 
-def _is_asked_for(sample: Any, row: Architecture) -> bool:
-    """Whether a GPU of this generation gets the sample: its bcq kernels by name, nibbles where it has INT4 products."""
-    named, acts = getattr(sample, "implementation", "auto"), getattr(sample, "act_tiles", None)
-    packed = getattr(sample, "packed", False) or (acts is not None and acts.dtype == torch.uint8)
-    return (named == "auto" or Kernel(named) in row.kernels) and (not packed or Kernel.INT4_GEMM_MMA in row.kernels)
-
-
 def _run_op(name: str, row: Architecture) -> None:
     for sample in OPS[name].samples():
-        if _is_asked_for(sample, row):
+        if is_asked_for(sample, row):
             OPS[name].cuda(sample)
 
 

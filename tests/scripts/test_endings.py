@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = [path for path in sorted(ROOT.joinpath("scripts").rglob("*.py")) if "__main__" in path.read_text()]
 GPU_SCRIPTS = (
     *("bipolar.models", "bipolar.tables", "compile_kernels", "flattenquant.speed"),
-    *("nuqmm.compare_gemv", "nuqmm.load_time", "nuqmm.tables", "nuqmm.profile_bcq", "nuqmm.tune_bcq"),
+    *("nuqmm.compare_linear", "nuqmm.load_time", "nuqmm.tables", "nuqmm.profile_bcq", "nuqmm.tune_bcq"),
 )
 MISSING = "/no/such/folder/out"
 
@@ -26,7 +26,7 @@ MISSING = "/no/such/folder/out"
     [
         *((script, (), "torch finds none here") for script in GPU_SCRIPTS),
         ("nuqmm.tables", ("--only", "fig7"), "did you mean 'fig9'"),
-        ("nuqmm.compare_gemv", ("--json", MISSING), "--json"),
+        ("nuqmm.compare_linear", ("--json", MISSING), "--json"),
         ("nuqmm.tables", ("--markdown", MISSING), "--markdown"),
         ("flattenquant.speed", ("--render", MISSING), "No such file"),
     ],

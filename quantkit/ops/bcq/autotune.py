@@ -25,12 +25,16 @@ from quantkit.cuda.device import gpu_of
 from quantkit.cuda.timing import cold_seconds
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import CODE_BITS
+from quantkit.ops.bcq.gemm import FUSED
 from quantkit.ops.bcq.instances import SOURCES
 from quantkit.ops.bcq.launch import binary_segment, candidates, product
 from quantkit.ops.bcq.layout import BcqTiles
 
-TOKEN_CLASSES = (1, 2, 4, 8, 16, 32, 64)
+TOKEN_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _FEW_TOKENS = 8
+_GEMM_TOKENS = 4  # from which on the fused product may be fastest
+_GEMV_TOKENS = 16  # up to which INT8 products for 8 tokens may be
+_MANY_TOKENS = 256  # up to which the fused product is faster than dequantizing on an H200, whatever the weight
 _WIDE_SEGMENT = 128  # from which on binary products of one token are faster, and of two in most cases
 _FINE_SEGMENT = 32  # where INT8 products of one token are faster too
 _CLEARLY = 0.95  # of the usual kernel's time, from where on another is taken: measurements this short differ by 5 %
@@ -89,8 +93,9 @@ def _least_int8_tokens(native: bool, group_size: int, in_features: int) -> int:
 def _unmeasured(x: Tensor, group_size: int, usable: tuple[Kernel, ...]) -> Kernel:
     tokens, in_features = x.shape
     binary = Kernel.BCQ_BINARY_GEMV in usable
-    if tokens > _FEW_TOKENS or usable == (Kernel.BCQ_DEQUANTIZE,):
-        return Kernel.BCQ_DEQUANTIZE
+    if tokens > _FEW_TOKENS:
+        fused = [kernel for kernel in FUSED if kernel in usable and tokens <= _MANY_TOKENS]
+        return fused[0] if fused else Kernel.BCQ_DEQUANTIZE
     if Kernel.BCQ_INT8_GEMV in usable and tokens >= _least_int8_tokens(binary, group_size, in_features):
         return Kernel.BCQ_INT8_GEMV
     return Kernel.BCQ_BINARY_GEMV if binary else Kernel.BCQ_LUT_GEMV
@@ -102,7 +107,9 @@ def choose(x: Tensor, weight_bits: int, out_features: int, group_size: int, scal
     Raises KernelError for a damaged table.
     """
     tokens, in_features = x.shape
-    usable = candidates(x.dtype, group_size, in_features, _architecture(x.device))
+    usable = candidates(
+        x.dtype, _architecture(x.device), weight_bits=weight_bits, group_size=group_size, in_features=in_features
+    )
     if tokens > TOKEN_CLASSES[-1] or usable == (Kernel.BCQ_DEQUANTIZE,):
         return Kernel.BCQ_DEQUANTIZE
     measured = _table().get(gpu_key(x.device), {})
@@ -124,7 +131,8 @@ def ensure_measured(weight: BcqTiles) -> None:
         return
     best: dict[str, str] = {}
     other = _copy(weight)
-    usable = candidates(torch.float16, weight.group_size, in_features, _architecture(device))
+    shape = {"weight_bits": weight.weight_bits, "group_size": weight.group_size, "in_features": in_features}
+    usable = candidates(torch.float16, _architecture(device), **shape)
     for tokens in TOKEN_CLASSES:
         x = torch.randn(tokens, in_features, dtype=torch.float16, device=device)
         seconds = {
@@ -148,7 +156,9 @@ def _worth_measuring(kernel: Kernel, tokens: int, narrow: bool) -> bool:
         return tokens <= _FEW_TOKENS
     if kernel == Kernel.BCQ_DEQUANTIZE:
         return tokens > 1  # it moves several times the bytes of a product of one token
-    return kernel != Kernel.BCQ_INT8_GEMV or tokens > 1 or narrow
+    if kernel in FUSED:
+        return tokens >= _GEMM_TOKENS
+    return tokens <= _GEMV_TOKENS and (kernel != Kernel.BCQ_INT8_GEMV or tokens > 1 or narrow)
 
 
 def _copy(weight: BcqTiles) -> BcqTiles:

@@ -29,6 +29,12 @@ LUT_THREADS, DEQUANTIZE_THREADS = 256, 256  # of a block
 LUT_WARPS = LUT_THREADS // WARP_THREADS
 LUT_SHARED = LUT_BLOCK_TILES * TILE_K // 8 * 256 * FLOAT_BYTES  # a table of 256 sums for every 8 elements
 _LUT_ROOMY_BITS = 3  # planes up to which the registers carry three blocks
+# bcq_gemm: columns of a panel of x; tokens and threads of a block that puts x in order; stages of x
+# at most, and what their barriers take; tokens whose sums leave a block at once, floats between theirs.
+PANEL_K, ARRANGE_TOKENS, ARRANGE_THREADS = 64, 16, 256
+GEMM_MOST_STAGES, GEMM_BARRIER_BYTES = 16, 1 << 10
+GEMM_CHUNK_TOKENS, GEMM_SUM_PADDING = 32, 4
+PROCESSOR_REGISTERS = 1 << 16
 MAILBOX_BYTES = 128  # of every block where there are clusters
 _RING_SHARE, _RING_SHARE_TOKENS = 0.69, 0.38  # of a block's shared memory; the rest is for the planes of x
 _LEAST_WARPS, _MOST_WARPS = 4, 16
@@ -83,11 +89,24 @@ _CONSTANTS = {
     "LUT_THREADS": LUT_THREADS,
     "LUT_ROOMY_BITS": _LUT_ROOMY_BITS,
     "DEQUANTIZE_THREADS": DEQUANTIZE_THREADS,
+    "PANEL_K": PANEL_K,
+    "ARRANGE_TOKENS": ARRANGE_TOKENS,
+    "ARRANGE_THREADS": ARRANGE_THREADS,
+    "GEMM_MOST_STAGES": GEMM_MOST_STAGES,
+    "GEMM_BARRIER_BYTES": GEMM_BARRIER_BYTES,
+    "GEMM_CHUNK_TOKENS": GEMM_CHUNK_TOKENS,
+    "GEMM_SUM_PADDING": GEMM_SUM_PADDING,
+    "PROCESSOR_REGISTERS": PROCESSOR_REGISTERS,
 }
+_GEMM = KernelSource("bcq/gemm.cu", _CONSTANTS)
+ARRANGE_SOURCE = KernelSource("bcq/arrange.cu", _CONSTANTS)
+"""Puts x in the order of _GEMM's products."""
 SOURCES = {
     Kernel.BCQ_BINARY_GEMV: KernelSource("bcq/binary_gemv.cu", _CONSTANTS),
     Kernel.BCQ_INT8_GEMV: KernelSource("bcq/int8_gemv.cu", _CONSTANTS),
     Kernel.BCQ_LUT_GEMV: KernelSource("bcq/lut_gemv.cu", _CONSTANTS),
+    Kernel.BCQ_GEMM_MMA: _GEMM,
+    Kernel.BCQ_GEMM_WGMMA: _GEMM,
     Kernel.BCQ_DEQUANTIZE: KernelSource("bcq/dequantize.cu", _CONSTANTS),
 }
 """The bcq kernels by id."""

@@ -16,14 +16,19 @@ from quantkit.cuda.launch import DTYPE_CODES, Launch
 from quantkit.cuda.parameters import Argument
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import group_count, group_width
+from quantkit.ops.bcq.gemm import ARRANGE, FUSED, TOKEN_BAND, GemmLayout, GemmProblem, gemm_fits, gemm_unit, plan_gemm
 from quantkit.ops.bcq.instances import (
+    ARRANGE_THREADS,
+    ARRANGE_TOKENS,
     DEQUANTIZE_THREADS,
     LUT_BLOCK_TILES,
     LUT_SHARED,
     LUT_THREADS,
     LUT_WARPS,
+    PANEL_K,
     SOURCES,
     SUM_PARTIALS,
+    TILE_K,
     GemvTile,
     dequantize_unit,
     gemv_case,
@@ -67,14 +72,15 @@ class Product:
         y = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
         return cls(x, weight, bias, y, epilogue, weights_ready)
 
+    @property
+    def vectors(self) -> int:
+        """Whether rows of x are made of aligned 16-byte vectors."""
+        return int(self.x.shape[1] % (_VECTOR_BYTES // 2) == 0 and self.x.data_ptr() % _VECTOR_BYTES == 0)
+
     def args(self) -> dict[str, Argument]:
         """What the kernels that read x and the weight take."""
-        return {
-            **_weight_args(self.weight),
-            "x": self.x,
-            "dtype": DTYPE_CODES[self.x.dtype],
-            "vectors": int(self.x.shape[1] % (_VECTOR_BYTES // 2) == 0 and self.x.data_ptr() % _VECTOR_BYTES == 0),
-        }
+        dtype = DTYPE_CODES[self.x.dtype]
+        return {**_weight_args(self.weight), "x": self.x, "dtype": dtype, "vectors": self.vectors}
 
     def epilogue_args(self) -> dict[str, Argument]:
         """What the kernels that write y take."""
@@ -111,6 +117,18 @@ def _magic(divisor: int) -> int:
     return 0 if divisor == 1 else -(-(1 << 32) // divisor)
 
 
+def _activation_segment(weight: BcqTiles, names: str) -> int:
+    segment = binary_segment(weight.group_size, weight.in_features)
+    if segment is None:
+        raise KernelError(f"{names} a group size that is a multiple of 32, not {weight.group_size}")
+    return segment
+
+
+def _group_magic(weight: BcqTiles, segment: int) -> int:
+    """What the number of a segment is multiplied by for that of its group."""
+    return _magic(max(1, -(-group_width(weight.group_size, weight.in_features) // segment)))
+
+
 def tensor_core_launch(product: Product, gpu: Gpu, *, int8: bool, tile: GemvTile | None = None) -> Launch:
     """The product on tensor cores; any M. int8: signs as bytes, made for M = 2 to 8; else as bits, for M = 1.
 
@@ -118,16 +136,10 @@ def tensor_core_launch(product: Product, gpu: Gpu, *, int8: bool, tile: GemvTile
     Raises KernelError where the group size is no multiple of 32.
     """
     (tokens, in_features), weight = product.x.shape, product.weight
-    segment = binary_segment(weight.group_size, in_features)
-    if segment is None:
-        raise KernelError(
-            f"{Kernel.BCQ_BINARY_GEMV} and {Kernel.BCQ_INT8_GEMV} need a group size that is a multiple of 32, "
-            f"not {weight.group_size}"
-        )
+    segment = _activation_segment(weight, f"{Kernel.BCQ_BINARY_GEMV} and {Kernel.BCQ_INT8_GEMV} need")
     case = gemv_case(weight.weight_bits, segment, weight.scale_bits, tokens, int8=int8)
     counts = tile_counts(weight.out_features, in_features)
     plan = plan_gemv(case, entries=weight.entries, tile_counts=counts, gpu=gpu, tile=tile)
-    per_group = max(1, -(-group_width(weight.group_size, in_features) // case.segment))
     range_tiles, long_ranges = divmod(counts[0], plan.blocks // plan.cluster)
     return Launch(
         plan.unit,
@@ -137,7 +149,7 @@ def tensor_core_launch(product: Product, gpu: Gpu, *, int8: bool, tile: GemvTile
         args={
             **product.args(),
             **product.epilogue_args(),
-            "groupMagic": _magic(per_group),
+            "groupMagic": _group_magic(weight, case.segment),
             "passTiles": plan.pass_tiles,
             "rangeTiles": range_tiles,
             "longRanges": long_ranges,
@@ -146,6 +158,60 @@ def tensor_core_launch(product: Product, gpu: Gpu, *, int8: bool, tile: GemvTile
         overlap=product.weights_ready,
         cluster=plan.cluster,
     )
+
+
+def gemm_problem(weight: BcqTiles, tokens: int, gpu: Gpu) -> GemmProblem:
+    """What the fused product's layout depends on. Raises KernelError where the group size is no multiple of 32."""
+    segments = TILE_K // _activation_segment(weight, "bcq_gemm needs")
+    counts = tile_counts(weight.out_features, weight.in_features)
+    return GemmProblem(weight.weight_bits, weight.entries, weight.scale_bits, segments, *counts, tokens, gpu)
+
+
+def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) -> tuple[Launch, Launch]:
+    """x in the order of the products, and the fused product; for many tokens.
+
+    layout: another one than the planned, for tuning. Raises KernelError where the group size is no multiple of 32.
+    """
+    x, weight, tokens = product.x, product.weight, product.x.shape[0]
+    it = gemm_problem(weight, tokens, gpu)
+    layout = layout or plan_gemm(it)
+    tile_tokens, token_tiles = layout.shape.tokens, -(-tokens // layout.shape.tokens)
+    arranged = torch.empty(token_tiles * tile_tokens, it.k_tiles * TILE_K, dtype=x.dtype, device=x.device)
+    sizes = {"M": tokens, "K": weight.in_features, "tileTokens": tile_tokens, "bits": it.weight_bits}
+    arrange = Launch(
+        ARRANGE,
+        x.device,
+        grid=(arranged.shape[1] // (2 * PANEL_K), -(-tokens // ARRANGE_TOKENS)),
+        block=ARRANGE_THREADS,
+        args={"x": x, "arranged": arranged, **sizes, "vectors": product.vectors},
+        overlap=True,
+    )
+    at_once = gpu.processors // layout.parts
+    range_tiles, long_ranges = divmod(it.n_tiles, layout.ranges)
+    multiply = Launch(
+        gemm_unit(it, x.dtype, layout.shape),
+        x.device,
+        grid=(min(layout.ranges * token_tiles, at_once) * layout.parts,),
+        block=layout.threads,
+        args={
+            **_weight_args(weight),
+            **product.epilogue_args(),
+            "x": arranged,
+            "groupMagic": _group_magic(weight, TILE_K // it.segments),
+            "scaleBits": it.scale_bits,
+            "segments": it.segments,
+            "stages": layout.stages,
+            "rangeTiles": range_tiles,
+            "longRanges": long_ranges,
+            "ranges": layout.ranges,
+            "tokenTiles": token_tiles,
+            "tokenBand": TOKEN_BAND,
+        },
+        shared_mem=layout.shared_mem,
+        overlap=product.weights_ready,
+        cluster=layout.parts,
+    )
+    return arrange, multiply
 
 
 def lut_launches(product: Product, gpu: Gpu) -> tuple[Launch, Launch]:
@@ -204,6 +270,13 @@ def tensor_core_gemv(product: Product, *, int8: bool, tile: GemvTile | None = No
     return product.y
 
 
+def gemm(product: Product, layout: GemmLayout | None = None) -> Tensor:
+    """y, see gemm_launches."""
+    for launch in gemm_launches(product, gpu_of(product.x.device), layout):
+        launch.run()
+    return product.y
+
+
 def lut_gemv(product: Product) -> Tensor:
     """y, see lut_launches."""
     for launch in lut_launches(product, gpu_of(product.x.device)):
@@ -219,12 +292,17 @@ def dequantize_tiles(weight: BcqTiles, dtype: torch.dtype) -> Tensor:
     return dequantized
 
 
-def candidates(dtype: torch.dtype, group_size: int, in_features: int, row: Architecture) -> tuple[Kernel, ...]:
+def candidates(
+    dtype: torch.dtype, row: Architecture, *, weight_bits: int, group_size: int, in_features: int
+) -> tuple[Kernel, ...]:
     """Kernels that a generation has for activations of ``dtype``; fp32 ones keep fp32 weights (dequantize)."""
     if dtype not in _GEMV_TYPES:
         return (Kernel.BCQ_DEQUANTIZE,)
-    usable = tuple(SOURCES) if binary_segment(group_size, in_features) else (Kernel.BCQ_LUT_GEMV, Kernel.BCQ_DEQUANTIZE)
-    return tuple(kernel for kernel in usable if kernel in row.kernels)
+    segment = binary_segment(group_size, in_features)
+    if segment is None:
+        return Kernel.BCQ_LUT_GEMV, Kernel.BCQ_DEQUANTIZE
+    fused = gemm_fits(weight_bits, segment, row)
+    return tuple(kernel for kernel in SOURCES if kernel in row.kernels and (fused or kernel not in FUSED))
 
 
 def product(
@@ -240,21 +318,29 @@ def product(
 
     Raises KernelError for an unknown kernel, or one that cannot run these shapes or types on this GPU.
     """
-    usable = candidates(x.dtype, weight.group_size, x.shape[-1], gpu_of(x.device).architecture)
+    usable = candidates(
+        x.dtype,
+        gpu_of(x.device).architecture,
+        weight_bits=weight.weight_bits,
+        group_size=weight.group_size,
+        in_features=weight.in_features,
+    )
     if kernel not in usable:
         raise KernelError(
             f"kernel {kernel!r} cannot run {x.dtype} activations with group size {weight.group_size}; "
             f"choose {', '.join(usable)}"
         )
     bias = None if bias is None else bias.to(x.dtype)
-    gemv = _GEMVS.get(kernel)
+    gemv = _PRODUCTS.get(kernel)
     if gemv is None:
         return apply_epilogue(linear(x, dequantize_tiles(weight, x.dtype), bias), epilogue)
     return gemv(Product.of(x, weight, bias, epilogue=epilogue, weights_ready=weights_ready))
 
 
-_GEMVS: dict[str, Callable[[Product], Tensor]] = {
+_PRODUCTS: dict[str, Callable[[Product], Tensor]] = {
     Kernel.BCQ_BINARY_GEMV: partial(tensor_core_gemv, int8=False),
     Kernel.BCQ_INT8_GEMV: partial(tensor_core_gemv, int8=True),
     Kernel.BCQ_LUT_GEMV: lut_gemv,
+    Kernel.BCQ_GEMM_MMA: gemm,
+    Kernel.BCQ_GEMM_WGMMA: gemm,
 }

@@ -191,7 +191,8 @@ def mma_launch(product: Product) -> Launch:
 def multiply(product: Product) -> None:
     """Fill ``out`` on its GPU.
 
-    Raises KernelError for an element type of y or bias that no kernel writes or reads.
+    Raises KernelError for an element type of y or bias that no kernel writes or reads, and for activations in nibbles
+    on a GPU without INT4 products.
     """
     known = DTYPE_CODES if product.requantization is None else REQUANTIZED_DTYPES
     bias_dtype = None if product.bias is None else product.bias.dtype
@@ -199,9 +200,11 @@ def multiply(product: Product) -> None:
         if what is not None and what not in codes:
             names = ", ".join(str(one).removeprefix("torch.") for one in codes)
             raise KernelError(f"int8_gemm knows {names} here on a GPU, not {str(what).removeprefix('torch.')}")
+    gpu = gpu_of(product.out.device)
+    if product.act_tiles.dtype == torch.uint8 and Kernel.INT4_GEMM_MMA not in gpu.architecture.kernels:
+        raise KernelError(f"int8_gemm: {gpu.architecture.title} has no INT4 products; give activations in bytes")
     if product.tiles.dtype == torch.uint8 and product.act_tiles.dtype == torch.int8:
         product = replace(product, tiles=expand(product.tiles, product.act_tiles.shape[1]))
-    gpu = gpu_of(product.out.device)
     if product_kernel(gpu.architecture) is Kernel.INT8_GEMM_WGMMA:
         tile = best_tile(product.shape, product.tiles.shape[1], gpu.processors)
         wgmma_launch(product, tile, gpu.processors).run()

@@ -12,8 +12,9 @@ from quantkit.formats.planes import pack_bits
 from quantkit.ops.bcq.instances import SOURCES
 from quantkit.ops.bcq.layout import BcqTiles, tile
 
-KERNELS = tuple(SOURCES)
-BINARY, INT8, LUT, DEQUANTIZE = KERNELS
+BINARY, INT8, LUT, GEMM_MMA, GEMM, DEQUANTIZE = SOURCES
+KERNELS = (BINARY, INT8, LUT, GEMM, DEQUANTIZE)
+"""Those of Hopper."""
 
 
 @dataclass(frozen=True)

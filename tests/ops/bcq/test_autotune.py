@@ -13,10 +13,11 @@ from quantkit.errors import KernelError
 from quantkit.ops.bcq import autotune
 from quantkit.ops.bcq.autotune import choose, gpu_key, shape_class
 from quantkit.ops.bcq.layout import BcqTiles
-from tests.ops.bcq.cases import BINARY, DEQUANTIZE, INT8, LUT, random_weight
+from tests.ops.bcq.cases import BINARY, DEQUANTIZE, GEMM, GEMM_MMA, INT8, LUT, random_weight
 
 GPU = "Some GPU"
 CPU = torch.device("cpu")
+MANY = ("32", "64", "128", "256", "512")
 
 
 @pytest.fixture
@@ -52,17 +53,19 @@ def test_unmeasured_shapes_follow_the_gpu_generation(table: Path, monkeypatch: p
     assert choose(x(2), 4, 4096, 40) == LUT
     assert choose(x(1), 4, 4096, 32) == INT8
     assert choose(x(1), 4, 4096, 64) == BINARY
-    assert choose(x(9), 4, 4096, 128) == DEQUANTIZE
+    assert choose(x(9), 4, 4096, 128) == choose(x(256), 4, 4096, 128) == GEMM
+    assert choose(x(257), 4, 4096, 128) == choose(x(9), 4, 4096, 40) == DEQUANTIZE
     assert choose(x(1, dtype=torch.float32), 4, 4096, 128) == DEQUANTIZE
     monkeypatch.setattr(autotune, "gpu_of", lambda device: Gpu(architecture(12, 0), 132))  # binary products emulated
     assert choose(x(1), 4, 4096, 128) == LUT
     assert choose(x(2), 4, 4096, 128) == INT8
+    assert choose(x(9), 4, 4096, 128) == GEMM_MMA
 
 
 def test_the_table_decides_and_an_edit_overrides(table: Path) -> None:
-    rows = {str(count): BINARY for count in (1, 2, 4, 8, 16)} | {"32": DEQUANTIZE, "64": DEQUANTIZE}
+    rows = {str(count): BINARY if count <= 16 else GEMM for count in autotune.TOKEN_CLASSES}
     table.write_text(json.dumps({gpu_key(CPU): {"q4-s128-n12-k12": rows}}))
-    assert [choose(x(count), 4, 4096, 128) for count in (3, 9, 17, 65)] == [BINARY, BINARY, DEQUANTIZE, DEQUANTIZE]
+    assert [choose(x(count), 4, 4096, 128) for count in (3, 9, 17, 513)] == [BINARY, BINARY, GEMM, DEQUANTIZE]
     table.write_text(table.read_text().replace('"1": "bcq_binary_gemv"', '"1": "bcq_lut_gemv"'))
     autotune._table.cache_clear()
     assert choose(x(1), 4, 4096, 128) == LUT
@@ -75,7 +78,7 @@ def test_a_new_class_is_measured_on_two_copies_of_the_weight(
 ) -> None:
     """Every kernel that can run a row class is timed behind itself; the fastest of each is written down."""
     weight = random_weight(2, 32, 256, group_size, offset=True, scale_bits=scale_bits).tiled()
-    seconds = {BINARY: 2.0, INT8: 1.2, LUT: 1.0, DEQUANTIZE: 1.5}
+    seconds = {BINARY: 2.0, INT8: 1.2, LUT: 1.0, GEMM: 1.4, DEQUANTIZE: 1.5}
     timed: list[tuple[str, BcqTiles]] = []
     tokens: dict[str, set[int]] = defaultdict(set)
 
@@ -98,8 +101,9 @@ def test_a_new_class_is_measured_on_two_copies_of_the_weight(
     monkeypatch.setattr(autotune, "cold_seconds", cold_seconds)
     autotune.ensure_measured(weight)
     (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
-    assert rows == dict.fromkeys(("1", "2", "4", "8"), LUT) | dict.fromkeys(("16", "32", "64"), INT8)
-    assert (min(tokens[INT8]), max(tokens[INT8])) == (least, 64)  # one row is never faster on it with wide groups
+    assert rows == dict.fromkeys(("1", "2", "4", "8"), LUT) | {"16": INT8} | dict.fromkeys(MANY, GEMM)
+    assert (min(tokens[INT8]), max(tokens[INT8])) == (least, 16)  # one row is never faster on it with wide groups
+    assert (min(tokens[GEMM]), max(tokens[GEMM])) == (4, 512)
     assert max(tokens[LUT]) == 8
     count = len(timed)
     autotune.ensure_measured(weight)
@@ -108,13 +112,13 @@ def test_a_new_class_is_measured_on_two_copies_of_the_weight(
 
 def test_the_usual_kernel_stays_where_another_is_hardly_faster(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_weight(2, 32, 256, 128, offset=True).tiled()
-    seconds = {BINARY: 1.0, INT8: 1.0, LUT: 0.96, DEQUANTIZE: 1.04}
+    seconds = {BINARY: 1.0, INT8: 1.0, LUT: 0.96, GEMM: 1.02, DEQUANTIZE: 1.04}
     monkeypatch.setattr(autotune, "product", lambda kernel, *_, weights_ready: seconds[kernel])
     monkeypatch.setattr(autotune, "cold_seconds", lambda before, call, _: call())
     autotune.ensure_measured(weight)
     (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
     usual = {"1": BINARY, "2": BINARY, "4": INT8, "8": INT8}
-    assert rows == usual | dict.fromkeys(("16", "32", "64"), DEQUANTIZE)
+    assert rows == usual | dict.fromkeys(("16", *MANY), GEMM) | {"512": DEQUANTIZE}
 
 
 def test_what_other_kernels_took_does_not_count(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.cuda.architectures import ARCHITECTURES
+from quantkit.cuda.architectures import ARCHITECTURES, Architecture, Kernel
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import SCALE_BITS, BcqTensors
 from quantkit.ops.bcq.launch import candidates
@@ -14,6 +14,8 @@ from quantkit.ops.bcq.op import bcq_dequantize, bcq_linear, bcq_linear_prepared
 from tests.ops.bcq.cases import (
     BINARY,
     DEQUANTIZE,
+    GEMM,
+    GEMM_MMA,
     INT8,
     KERNELS,
     LUT,
@@ -44,7 +46,20 @@ SHAPES = [  # N, K, group size
     (64, 20480, 128),
     (50, 24700, 128),  # long enough to be split within a cluster, into unequal parts
 ]
-KERNEL_SHAPES = [(*it, kernel) for it in SHAPES for kernel in candidates(torch.float16, it[2], it[1], HOPPER)]
+
+
+def usable(
+    group_size: int,
+    in_features: int = 576,
+    *,
+    dtype: torch.dtype = torch.float16,
+    row: Architecture = HOPPER,
+    bits: int = 4,
+) -> tuple[Kernel, ...]:
+    return candidates(dtype, row, weight_bits=bits, group_size=group_size, in_features=in_features)
+
+
+KERNEL_SHAPES = [(*it, kernel) for it in SHAPES for kernel in usable(it[2], it[1])]
 KERNEL_SHAPE_IDS = [f"{n}x{k}-g{g}-{kernel}" for n, k, g, kernel in KERNEL_SHAPES]
 
 
@@ -94,11 +109,14 @@ def test_dequantize_twin_rebuilds_the_weight(scale_bits: int) -> None:
 
 
 def test_candidates_follow_type_group_size_and_gpu() -> None:
-    assert candidates(torch.float16, 128, 576, HOPPER) == KERNELS
-    assert candidates(torch.float16, -1, 577, HOPPER) == KERNELS
-    assert candidates(torch.bfloat16, 24, 576, HOPPER) == (LUT, DEQUANTIZE)
-    assert candidates(torch.float32, 128, 576, HOPPER) == (DEQUANTIZE,)
-    assert candidates(torch.float16, 128, 576, BLACKWELL) == (INT8, LUT, DEQUANTIZE)
+    assert usable(128) == usable(-1, 577) == usable(32, bits=8) == KERNELS
+    assert usable(24, dtype=torch.bfloat16) == (LUT, DEQUANTIZE)
+    assert usable(128, dtype=torch.float32) == (DEQUANTIZE,)
+    assert usable(128, row=BLACKWELL) == usable(32, row=BLACKWELL) == (INT8, LUT, GEMM_MMA, DEQUANTIZE)
+
+
+def test_the_fused_product_is_left_out_where_shared_memory_has_no_room() -> None:
+    assert usable(32, row=BLACKWELL, bits=8) == (INT8, LUT, DEQUANTIZE)
 
 
 @pytest.mark.cuda
@@ -213,7 +231,7 @@ def test_fp32_activations_keep_fp32_accuracy_and_the_canonical_op_agrees() -> No
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kernel", [BINARY, INT8, LUT])
+@pytest.mark.parametrize("kernel", [BINARY, INT8, LUT, GEMM])
 @pytest.mark.parametrize("group_size", [32, 128])
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 def test_unusual_activations(dtype: torch.dtype, group_size: int, kernel: str) -> None:

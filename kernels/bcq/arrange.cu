@@ -1,0 +1,57 @@
+// x [M, K], fp16 or bf16, in the order of arrange.cuh for weights of `bits` planes, zeros behind column K.
+//
+// Tokens behind M are not written: a product mixes no tokens, and what comes of theirs is not written either.
+// Grid: x = 128 columns, two panels; y = kBlockTokens tokens. A block takes its part of x through shared memory, so that
+// it reads and writes whole vectors.
+#include "arrange.cuh"
+#include "../shared/mma.cuh"
+
+constexpr int kBlockTokens = QK_ARRANGE_TOKENS, kBlockK = 2 * kPanelK, kThreads = QK_ARRANGE_THREADS;
+constexpr int kRowVectors = kBlockK * kShortBytes / kVectorBytes, kVectorValues = kVectorBytes / kShortBytes;
+constexpr int kPaddedRow = kBlockK + 2;  // rows begin in different banks
+static_assert(kBlockTokens * kRowVectors == kThreads, "a vector a thread");
+
+__global__ void __launch_bounds__(kThreads)
+bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K]; see arrange.cuh
+           int M, int K,
+           int tileTokens,  // of a token tile
+           int bits, int vectors) {  // vectors: rows of x are 16-byte aligned and K % 8 == 0
+    __shared__ uint16 rows[kBlockTokens][kPaddedRow];
+    const int row = threadIdx.x / kRowVectors, vector = threadIdx.x % kRowVectors;
+    const int m = blockIdx.y * kBlockTokens + row, k = blockIdx.x * kBlockK + vector * kVectorValues;
+    allowNextKernel();
+    waitForPriorKernels();
+
+    uint32 pairs[kVectorValues / 2] = {};
+    if (m < M) {
+        const uint16* from = x + size_t(m) * K + k;
+        if (vectors) {
+            if (k < K) {
+                const uint4 raw = *reinterpret_cast<const uint4*>(from);
+                pairs[0] = raw.x, pairs[1] = raw.y, pairs[2] = raw.z, pairs[3] = raw.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < kVectorValues; ++i) {
+                if (k + i < K) pairs[i / 2] |= uint32(from[i]) << i % 2 * 16;
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kVectorValues / 2; ++i) {
+        *reinterpret_cast<uint32*>(&rows[row][vector * kVectorValues + 2 * i]) = pairs[i];
+    }
+    __syncthreads();
+    if (m >= M) return;
+
+    const int panel = vector / kPanelChunks, chunk = vector % kPanelChunks;
+    const int column = pairColumn(bits, panel * 2 + chunk / 4, chunk % 4), distance = pairDistance(bits);
+#pragma unroll
+    for (int t = 0; t < kTileQuads; ++t) {
+        const uint16* own = &rows[row][t * kBitsPerWord + column];
+        pairs[t] = own[0] | uint32(own[distance]) << 16;
+    }
+    const int panels = (K + kTileK - 1) / kTileK * kTilePanels, place = m % tileTokens;
+    const size_t target = ((size_t(m / tileTokens) * panels + blockIdx.x * 2 + panel) * tileTokens + place) * kPanelChunks;
+    arranged[target + (chunk ^ place % kPanelChunks)] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}

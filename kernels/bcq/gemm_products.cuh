@@ -1,0 +1,102 @@
+// The tensor cores that a fused product (gemm.cuh) uses: of a group of four warps on Hopper, of a warp elsewhere.
+#pragma once
+#include "gemm.cuh"
+#include "../shared/wgmma.cuh"
+
+template <int kDtype, int kTokens>
+struct WarpgroupProducts {
+    static constexpr bool kCollective = true;
+    static constexpr int kCopyArrivals = 1;
+
+    // A stage of x is one bulk copy.
+    struct Copies {
+        uint32 stages;
+        __device__ __forceinline__ explicit Copies(uint32 first) : stages(first) {}
+        template <int kBytes>
+        __device__ __forceinline__ void stage(const uint4* from, uint32 barrier, int stage, int) const {
+            barrierExpect(barrier, kBytes);
+            copyBulk(stages + stage * kBytes, from, kBytes, barrier);
+        }
+    };
+    static __device__ __forceinline__ bool copies(int warp) { return warp == 0 && electLane(); }
+
+    // What a launch allots, in steps of 8, less what the copying warps keep: more is never handed out.
+    template <int kGroups, bool kConsumes>
+    static __device__ __forceinline__ void registers() {
+        constexpr int kAll = QK_PROCESSOR_REGISTERS, kMost = 240, kStep = 8, kKept = kGroups <= 3 ? 40 : 24;
+        constexpr int kLaunched = kAll / (kGroupThreads * (kGroups + 1)) / kStep * kStep;
+        constexpr int kShare = (kLaunched * (kGroups + 1) - kKept) / kGroups / kStep * kStep;
+        if constexpr (kConsumes) takeRegisters<(kShare < kMost ? kShare : kMost)>();
+        else giveRegisters<kKept>();
+    }
+
+    uint32 start;  // of a stage, as descriptors count
+
+    __device__ __forceinline__ void take(uint32 stage, int) { start = (stage & 0x3FFFF) >> 4; }
+    __device__ __forceinline__ void fence() { productFence(); }
+    __device__ __forceinline__ void add(float* acc, uint32 a0, uint32 a1, uint32 a2, uint32 a3, int panel, int step) {
+        const uint32 bytes = panel * kTokens * kPanelRowBytes + step * kWgmmaDepthBytes;
+        RegisterProduct<kDtype, kTokens>::add(acc, a0, a1, a2, a3, operandDescriptor(0) | (start + (bytes >> 4)));
+    }
+    __device__ __forceinline__ void commit() { productCommit(); }
+    template <int kPending>
+    __device__ __forceinline__ void wait() { productWait<kPending>(); }
+};
+
+template <int kDtype, int kTokens>
+struct WarpProducts {
+    static constexpr bool kCollective = false;
+    static constexpr int kCopyArrivals = kGroupThreads, kTokenTiles = kTokens / 8;
+
+    // All threads of the group copy a stage of x.
+    struct Copies {
+        uint32 fill;
+        __device__ __forceinline__ explicit Copies(uint32 stages)
+            : fill(stages + threadIdx.x % kGroupThreads * kVectorBytes) {}
+        template <int kBytes>
+        __device__ __forceinline__ void stage(const uint4* from, uint32 barrier, int stage, int stages) {
+            constexpr int kVectors = kBytes / kVectorBytes;
+            static_assert(kVectors % kGroupThreads == 0, "every thread copies as much");
+#pragma unroll
+            for (int i = 0; i < kVectors; i += kGroupThreads) {
+                copyAsync16(fill + i * kVectorBytes, from + i + threadIdx.x % kGroupThreads);
+            }
+            barrierArriveBehindCopies(barrier);
+            fill += stage + 1 == stages ? kBytes - stages * kBytes : kBytes;
+        }
+    };
+    static __device__ __forceinline__ bool copies(int) { return true; }
+    template <int kGroups, bool kConsumes>
+    static __device__ __forceinline__ void registers() {}
+
+    uint32 start, swizzle;
+
+    // Lane l points at row l % 8 of matrix l / 8: two of columns 0-7 and 8-15 of 8 tokens, then of the next 8.
+    __device__ __forceinline__ void take(uint32 stage, int lane) {
+        start = stage + (lane % 8 + lane / 16 * 8) * kPanelRowBytes;
+        swizzle = (lane / 8 % 2 ^ lane % 8) * kVectorBytes;
+    }
+    __device__ __forceinline__ void fence() {}
+    __device__ __forceinline__ void add(float* acc, uint32 a0, uint32 a1, uint32 a2, uint32 a3, int panel, int step) {
+        const uint32 from = start + panel * kTokens * kPanelRowBytes + (swizzle ^ step * 2 * kVectorBytes);
+        const uint4 a = make_uint4(a0, a1, a2, a3);
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; j += 2) {
+            const uint4 b = loadMatrices(from + j * 8 * kPanelRowBytes);
+            shortMma16<kDtype>(acc + j * 4, a, b.x, b.y);
+            shortMma16<kDtype>(acc + (j + 1) * 4, a, b.z, b.w);
+        }
+    }
+    __device__ __forceinline__ void commit() {}
+    template <int kPending>
+    __device__ __forceinline__ void wait() {}
+};
+
+template <bool kWarpgroup, int kDtype, int kTokens>
+struct ProductsOf {
+    using Type = WarpProducts<kDtype, kTokens>;
+};
+template <int kDtype, int kTokens>
+struct ProductsOf<true, kDtype, kTokens> {
+    using Type = WarpgroupProducts<kDtype, kTokens>;
+};

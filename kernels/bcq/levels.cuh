@@ -1,0 +1,183 @@
+// Weights from sign planes, two a register: for the pattern that the planes have at a column, the level of its group.
+//
+//   level = sum_i scale_i (2 sign_i - 1) + offset
+//
+// A table of eight 16-bit levels is two registers of low and two of high bytes. One byte permutation looks up four bytes
+// by the four nibbles of a selector, so four levels cost two look-ups and two permutations that put the bytes together.
+// Four planes have sixteen levels, which are eight and their negatives: nibbles then say where planes 1 to 3 agree with
+// plane 0, and plane 0 gives the sign. An offset is added behind. More than four planes are two blocks of planes, whose
+// levels are added. A word is what is expanded at once: eight of the 32 columns of a lane, four pairs (arrange.cuh).
+// Every level and every sum rounds to the type of x.
+#pragma once
+#include "tiles.cuh"
+#include "../shared/mma.cuh"
+
+constexpr int kChunkWords = 4, kWordPairs = 4;  // words of a lane's 32 columns; pairs of a word
+constexpr int kBlockPlanes = 4;                 // of the first block, at most
+constexpr uint32 kIndexBits = 0x77777777u, kByteSigns = 0x80808080u, kPairSigns = 0x80008000u;
+constexpr uint32 kEvenBits = 0x55555555u, kEvenPairs = 0x33333333u, kNibbleOnes = 0x11111111u;
+// Two planes: a code of two bits in the low bits of every byte, and what makes of it the selector of a low byte from the
+// table's first register and of a high byte from its second.
+constexpr uint32 kByteCodes = 0x03030303u, kTwoNibbles = 0x11u, kHighBytes = 0x40404040u;
+
+constexpr int firstPlanes(int bits) { return bits < kBlockPlanes ? bits : kBlockPlanes; }
+constexpr int secondPlanes(int bits) { return bits - firstPlanes(bits); }
+
+// Bits of a where mask is 1, of b elsewhere.
+__device__ __forceinline__ uint32 pick(uint32 a, uint32 b, uint32 mask) { return (a & mask) | (b & ~mask); }
+
+// The levels of a block of planes by pattern: low bytes in x and y, high bytes in z and w. Of four planes those with
+// plane 0 positive and without the offset.
+template <int kPlanes, int kDtype>
+__device__ __forceinline__ uint4 levelTable(const float* scale, float offset) {
+    uint32 pair[4] = {};
+    if constexpr (kPlanes >= 3) {
+        constexpr int kFirst = kPlanes - 3;  // the plane of a pattern's lowest bit
+        const float sum = scale[kFirst + 1] + scale[kFirst + 2], difference = scale[kFirst + 1] - scale[kFirst + 2];
+        const float base = kPlanes == 4 ? scale[0] : offset, high = base + scale[kFirst], low = base - scale[kFirst];
+        pair[0] = packPair<kDtype>(low - sum, high - sum);
+        pair[1] = packPair<kDtype>(low + difference, high + difference);
+        pair[2] = packPair<kDtype>(low - difference, high - difference);
+        pair[3] = packPair<kDtype>(low + sum, high + sum);
+    } else {
+        const float high = offset + scale[0], low = offset - scale[0], other = kPlanes == 2 ? scale[kPlanes - 1] : 0.0f;
+        pair[0] = packPair<kDtype>(low - other, high - other);
+        pair[1] = packPair<kDtype>(low + other, high + other);
+    }
+    return make_uint4(__byte_perm(pair[0], pair[1], 0x6420), __byte_perm(pair[2], pair[3], 0x6420),
+                      __byte_perm(pair[0], pair[1], 0x7531), __byte_perm(pair[2], pair[3], 0x7531));
+}
+
+// A block of planes of one row's 32 columns, from which the selector of a word is a few instructions.
+template <int kPlanes>
+struct PlaneBlock {
+    uint32 even, odd, third, sign;  // even, odd: two planes at even and at odd columns, a pair of bits each
+
+    __device__ __forceinline__ void take(const uint32* planes) {
+        if constexpr (kPlanes == 1) {
+            even = planes[0];
+            return;
+        }
+        uint32 own[3];  // planes, or where planes 1 to 3 agree with plane 0
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            if constexpr (kPlanes == 4) own[i] = planes[i + 1] ^ ~planes[0];
+            else own[i] = i < kPlanes ? planes[i] : 0;
+        }
+        even = pick(own[0], own[1] << 1, kEvenBits);
+        odd = pick(own[0] >> 1, own[1], kEvenBits);
+        third = own[2];
+        if constexpr (kPlanes == 4) sign = planes[0];
+    }
+    // Nibble m: the pattern of column 4 m + s.
+    __device__ __forceinline__ uint32 selector(int s) const {
+        if constexpr (kPlanes == 1) return (even >> s) & kNibbleOnes;
+        const uint32 two = (s % 2 ? odd : even) >> (s / 2 * 2);
+        if constexpr (kPlanes == 2) return two & kEvenPairs;
+        const uint32 last = s < 2 ? third << (2 - s) : third >> (s - 2);
+        return pick(two, last, kEvenPairs) & kIndexBits;
+    }
+    // The top bits of four bytes: whether plane 0 is negative at the columns of nibbles 0 to 3 or, of the upper half, 4
+    // to 7.
+    __device__ __forceinline__ uint32 negative(int s, bool upper) const {
+        const uint32 evens = sign << (7 - s), odds = sign << (3 - s);
+        return ~__byte_perm(evens, odds, upper ? 0x7362 : 0x5140) & kByteSigns;
+    }
+    __device__ __forceinline__ void expand(const uint4& table, int s, uint32 (&pairs)[kWordPairs]) const {
+        const uint32 first = selector(s), second = upperHalf(first);
+        const uint32 low[2] = {selectBytes(table.x, table.y, first), selectBytes(table.x, table.y, second)};
+        uint32 high[2] = {selectBytes(table.z, table.w, first), selectBytes(table.z, table.w, second)};
+        if constexpr (kPlanes == 4) high[0] ^= negative(s, false), high[1] ^= negative(s, true);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            pairs[2 * i] = __byte_perm(low[i], high[i], 0x5140);
+            pairs[2 * i + 1] = __byte_perm(low[i], high[i], 0x7362);
+        }
+    }
+};
+
+// The levels of one row's group in registers. kAdds: there is an offset, and the tables do not hold it.
+template <int kBits, bool kAdds, int kDtype>
+struct Levels {
+    static_assert(!kAdds || kBits == 1 || kBits % kBlockPlanes == 0, "other tables hold the offset");
+    static constexpr int kTables = kBits > kBlockPlanes ? 2 : 1, kTableBytes = kBits <= 2 ? 8 : 16;
+    static constexpr bool kOffsets = kAdds && kBits > 1;  // apart from the tables
+    static constexpr int kRowBytes = kTables * kTableBytes + (kOffsets ? 4 : 0);
+    uint4 first, second;
+    uint32 offset;
+
+    // tables: shared address of a segment's: the first ones of 16 rows, then the second ones, then the offsets.
+    static __device__ __forceinline__ void make(uint32 tables, int row, const float* scale, float added) {
+        if constexpr (kBits == 1) {
+            storeShared8(tables + row * kTableBytes, packPair<kDtype>(-scale[0], -scale[0]),
+                         packPair<kDtype>(added, added));
+        } else if constexpr (kBits == 2) {
+            const uint4 table = levelTable<2, kDtype>(scale, added);
+            storeShared8(tables + row * kTableBytes, table.x, table.z);
+        } else {
+            storeShared16(tables + row * kTableBytes, levelTable<firstPlanes(kBits), kDtype>(scale, added));
+            if constexpr (kTables == 2) {
+                storeShared16(tables + (kTileN + row) * kTableBytes,
+                              levelTable<secondPlanes(kBits), kDtype>(scale + kBlockPlanes, added));
+            }
+            if constexpr (kOffsets) {
+                storeShared4(tables + kTileN * kTables * kTableBytes + row * 4, packPair<kDtype>(added, added));
+            }
+        }
+    }
+    __device__ __forceinline__ void load(uint32 tables, int row) {
+        if constexpr (kBits <= 2) {
+            const uint2 two = loadSharedWords(tables + row * kTableBytes);
+            first.x = two.x, first.y = two.y;
+        } else {
+            first = loadShared16(tables + row * kTableBytes);
+            if constexpr (kTables == 2) second = loadShared16(tables + (kTileN + row) * kTableBytes);
+            if constexpr (kOffsets) offset = loadShared4(tables + kTileN * kTables * kTableBytes + row * 4);
+        }
+    }
+};
+
+// One row's 32 columns.
+template <int kBits>
+struct PlaneWords {
+    PlaneBlock<firstPlanes(kBits)> first;
+    PlaneBlock<(kBits > kBlockPlanes ? secondPlanes(kBits) : 1)> second;
+
+    __device__ __forceinline__ void take(const uint32 (&planes)[kBits]) {
+        first.take(planes);
+        if constexpr (kBits > kBlockPlanes) second.take(planes + kBlockPlanes);
+    }
+    // The four pairs of word s.
+    template <bool kAdds, int kDtype>
+    __device__ __forceinline__ void expand(const Levels<kBits, kAdds, kDtype>& levels, int s,
+                                           uint32 (&pairs)[kWordPairs]) const {
+        if constexpr (kBits == 1) {
+#pragma unroll
+            for (int i = 0; i < kWordPairs; ++i) {  // columns 4 s + i and 16 further
+                pairs[i] = ((first.even << (15 - kWordPairs * s - i)) & kPairSigns) ^ levels.first.x;
+                if constexpr (kAdds) pairs[i] = addPairs<kDtype>(pairs[i], levels.first.y);
+            }
+        } else if constexpr (kBits == 2) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int place = 2 * s + i;  // of four columns: a code of two bits in every byte
+                const uint32 codes = ((place / 4 ? first.odd : first.even) >> place % 4 * 2) & kByteCodes;
+                const uint32 selector = codes * kTwoNibbles + kHighBytes;
+                pairs[2 * i] = selectBytes(levels.first.x, levels.first.y, selector);
+                pairs[2 * i + 1] = selectBytes(levels.first.x, levels.first.y, upperHalf(selector));
+            }
+        } else {
+            first.expand(levels.first, s, pairs);
+            if constexpr (kBits > kBlockPlanes) {
+                uint32 more[kWordPairs];
+                second.expand(levels.second, s, more);
+#pragma unroll
+                for (int i = 0; i < kWordPairs; ++i) pairs[i] = addPairs<kDtype>(pairs[i], more[i]);
+            }
+            if constexpr (kAdds) {
+#pragma unroll
+                for (int i = 0; i < kWordPairs; ++i) pairs[i] = addPairs<kDtype>(pairs[i], levels.offset);
+            }
+        }
+    }
+};

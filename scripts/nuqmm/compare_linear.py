@@ -1,0 +1,159 @@
+"""One Linear at 1 to 4096 rows of activations: quantkit beside its peers, same GPU, same run, same timing rules.
+
+python scripts/nuqmm/compare_linear.py [--shapes 12288x12288,...] [--rows 1,2,...] [--methods nuqmm-q4-g128,...]
+    [--peers fp8,tinygemm,humming-4] [--json FILE] [--update docs/bcq.md]
+
+fp16 is F.linear, fp8 torch._scaled_mm (e4m3 both sides), tinygemm torch._weight_int4pack_mm (bf16, 4 bits, g = 128),
+humming-N the PyPI package humming-kernels at N bits, g = 128 (compiled there by nvcc). Every result of ours is checked
+against fp64 before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.bench.kernels import LinearBench, run_linear
+from quantkit.bench.report import environment, to_json
+from quantkit.bench.shapes import LinearShape, parse_shapes
+from quantkit.bench.timing import measure, rotation_length
+from quantkit.cli.common import check_json_path
+from quantkit.errors import BenchError
+from scripts.common import (
+    chosen,
+    command_line,
+    markdown_table,
+    needed_gpu,
+    replace_section,
+    run_script,
+    write_document,
+)
+
+CUDA = torch.device("cuda")
+GROUP = 128
+INNER_K_TILES = 8
+FP8_ROWS = 16  # at least, of torch._scaled_mm
+MARK = "linear"
+Call = Callable[[], Any]
+Product = Callable[[int], Call]  # of so many rows
+
+
+def fp8(shape: LinearShape) -> Product:
+    """A weight of e4m3 values."""
+    weight = torch.randn(shape.out_features, shape.in_features, device=CUDA).to(torch.float8_e4m3fn).t()
+    one = torch.ones((), device=CUDA)
+
+    def of(rows: int) -> Call:
+        x = torch.randn(max(rows, FP8_ROWS), shape.in_features, device=CUDA).to(torch.float8_e4m3fn)
+        return lambda: torch._scaled_mm(x, weight, scale_a=one, scale_b=one, out_dtype=torch.float16)
+
+    return of
+
+
+def tinygemm(shape: LinearShape) -> Product:
+    """A weight of 4-bit codes."""
+    codes = torch.randint(0, 255, (shape.out_features, shape.in_features // 2), dtype=torch.uint8, device=CUDA)
+    packed = torch._convert_weight_to_int4pack(codes, INNER_K_TILES)
+    scales = torch.rand(shape.in_features // GROUP, shape.out_features, 2, device=CUDA, dtype=torch.bfloat16)
+
+    def of(rows: int) -> Call:
+        x = torch.randn(rows, shape.in_features, device=CUDA, dtype=torch.bfloat16)
+        return lambda: torch._weight_int4pack_mm(x, packed, GROUP, scales)
+
+    return of
+
+
+def humming(shape: LinearShape, bits: int) -> Product:
+    """A layer of the package, with its own kernels and choices."""
+    try:
+        from humming.layer import HummingLayer
+    except ImportError as error:
+        raise BenchError("peer humming: install it with pip install humming-kernels, or leave it out") from error
+    config = {"dtype": f"uint{bits}", "group_size": GROUP}
+    layer = HummingLayer(
+        shape_n=shape.out_features, shape_k=shape.in_features, weight_config=config, torch_dtype=torch.float16
+    ).cuda()
+    layer.load_from_unquantized(torch.randn(shape.out_features, shape.in_features, device=CUDA).half())
+    layer.transform()
+
+    def of(rows: int) -> Call:
+        x = torch.randn(rows, shape.in_features, device=CUDA).half()
+        return lambda: layer(x)
+
+    return of
+
+
+PEERS: dict[str, tuple[Callable[[LinearShape], Product], float]] = {  # how to make one, and its bytes a weight
+    "fp8": (fp8, 1.0),
+    "tinygemm": (tinygemm, 0.5),
+    **{f"humming-{bits}": (partial(humming, bits=bits), bits / 8) for bits in (2, 3, 4, 8)},
+}
+
+
+def peer_rows(name: str, shape: LinearShape, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The peer's times at every number of rows."""
+    make, bytes_per_weight = PEERS[name]
+    count = rotation_length(int(shape.out_features * shape.in_features * bytes_per_weight), CUDA)
+    products = [make(shape) for _ in range(count)]
+    for number in rows:
+        calls = [product(number) for product in products]
+        yield {"shape": shape.name, "rows": number, "what": name, "us": measure(calls, CUDA).median * 1e6}
+
+
+def own_rows(shape: LinearShape, methods: Sequence[str], rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """fp16 and the methods at every number of rows."""
+    seen = set()
+    for result in run_linear(LinearBench([shape], methods, rows, CUDA)):
+        place = {"shape": shape.name, "rows": result.tokens}
+        if result.tokens not in seen:
+            seen.add(result.tokens)
+            yield {**place, "what": "fp16", "us": result.baseline_us}
+        facts = {"kernel": result.implementation, "peak_percent": result.peak_percent, "error": result.error}
+        yield {**place, "what": result.method, "us": result.median_us, **facts}
+
+
+def markdown(entries: Sequence[dict[str, Any]]) -> str:
+    """A table per shape: a line per product, a column per number of rows, microseconds."""
+    tables = []
+    for shape in dict.fromkeys(entry["shape"] for entry in entries):
+        own = [entry for entry in entries if entry["shape"] == shape]
+        rows = sorted({entry["rows"] for entry in own})
+        lines = []
+        for what in dict.fromkeys(entry["what"] for entry in own):
+            times = {entry["rows"]: f"{entry['us']:.1f}" for entry in own if entry["what"] == what}
+            lines.append([what, *(times.get(number, "-") for number in rows)])
+        tables.append(markdown_table([shape.replace("x", " x "), *map(str, rows)], lines, left=1))
+    return "\n\n".join(tables)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="4096x4096,12288x12288,28672x4096,4096x14336")
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256,1024,4096")
+    parser.add_argument("--methods", default="nuqmm-q4-g128,nuqmm-q3-g128,nuqmm-q2-g128,bcq-w4-g128")
+    parser.add_argument("--peers", default="fp8,tinygemm")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--update", type=Path, help="a Markdown file whose section of these tables is replaced")
+    options = parser.parse_args()
+    check_json_path(options.json)
+    peers = chosen("--peers", options.peers, PEERS) if options.peers else []
+    needed_gpu()
+    rows = [int(number) for number in options.rows.split(",")]
+    entries: list[dict[str, Any]] = []
+    for shape in parse_shapes(options.shapes):
+        entries += own_rows(shape, options.methods.split(","), rows)
+        for name in peers:
+            entries += peer_rows(name, shape, rows)
+            torch.cuda.empty_cache()
+        print(markdown([entry for entry in entries if entry["shape"] == shape.name]), flush=True)
+        write_document(options.json, to_json(environment(CUDA), command=command_line(), entries=entries))
+    replace_section(options.update, MARK, markdown(entries))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,170 @@
+"""The fused product: its layouts on every GPU generation, its sizes in both languages, its results on a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import astuple
+from itertools import product as combinations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.cuda.architectures import ARCHITECTURES, Architecture
+from quantkit.cuda.compile import CompileUnit, compile_units
+from quantkit.cuda.device import Gpu, gpu_of
+from quantkit.cuda.source import KernelSource
+from quantkit.formats.bcq import SCALE_BITS
+from quantkit.ops.bcq.gemm import GemmLayout, GemmProblem, gemm_fits, gemm_layouts, gemm_unit, gemm_units, plan_gemm
+from quantkit.ops.bcq.instances import SEGMENTS, SOURCES, TILE_K
+from quantkit.ops.bcq.launch import Product, gemm_launches, gemm_problem
+from quantkit.ops.bcq.layout import BcqTiles
+from tests.ops.bcq.cases import GEMM_MMA, random_weight
+from tests.ops.bcq.test_op import RTOL, TYPE_IDS, TYPES, reference, relative_error
+
+CUDA = torch.device("cuda")
+ROWS = [pytest.param(row, id=row.title) for row in ARCHITECTURES.values()]
+PROCESSORS = 132
+BITS = range(1, 9)
+SHAPES = [(1, 1), (100, 16), (768, 48), (8016, 16)]  # n tiles, k tiles
+TOKENS = (1, 16, 17, 100, 4096)
+ODD_TOKENS = (1, 3, 5, 17, 33, 65, 130, 300)
+# planes, N, K, group size: tiles cut off in N and K, short last groups, one tile, K too long for few stages
+WEIGHTS = [
+    (1, 257, 1000, 32),
+    (2, 130, 777, 96),
+    (3, 1000, 1536, 64),
+    (4, 96, 256, 128),
+    (4, 2064, 4608, -1),
+    (5, 320, 1280, 128),
+    (6, 40, 2304, 256),
+    (7, 200, 1000, 64),
+    (8, 72, 3000, 32),
+]
+WEIGHT_IDS = [f"q{q}-{n}x{k}-g{g}" for q, n, k, g in WEIGHTS]
+GPUS = {"own": None, "mma": ARCHITECTURES[8, 0]}  # the warp products run on every generation
+
+
+def _problems(row: Architecture) -> list[GemmProblem]:
+    gpu = Gpu(row, PROCESSORS)
+    return [
+        GemmProblem(bits, bits + offset, scale_bits, TILE_K // segment, *shape, tokens, gpu)
+        for bits, offset, scale_bits, segment, shape, tokens in combinations(
+            BITS, (0, 1), SCALE_BITS, SEGMENTS, SHAPES, TOKENS
+        )
+        if gemm_fits(bits, segment, row)
+    ]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_weight_that_fits_has_a_layout_with_a_known_instance(row: Architecture) -> None:
+    units, limit = set(gemm_units(row)), row.shared_limit()
+    for problem in _problems(row):
+        for layout in gemm_layouts(problem):
+            assert layout.shared_mem <= limit
+            assert layout.stages >= layout.shape.phases * layout.shape.tile_stages  # every phase holds a tile of x
+            assert layout.ranges <= problem.n_tiles
+            assert {gemm_unit(problem, dtype, layout.shape) for dtype in TYPES} <= units
+        assert plan_gemm(problem) == gemm_layouts(problem)[0]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_groups_of_128_fit_at_every_width(row: Architecture) -> None:
+    assert all(gemm_fits(bits, 128, row) for bits in BITS)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="CuPy is not installed")
+def test_python_and_cuda_agree_on_the_sizes_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong one compiles to an error: the sizes are asserted in the source."""
+    row = ARCHITECTURES[9, 0]
+    lines = []
+    for bits, offset, segments in combinations(BITS, (0, 1), (1, 8)):
+        it = GemmProblem(bits, bits + offset, 16, segments, 1, 1, 1, Gpu(row, PROCESSORS))
+        for layout in gemm_layouts(it):
+            shape = layout.shape
+            name = f"GemmShape<{bits}, {int(it.offsets_apart)}, 0, {', '.join(map(str, astuple(shape)))}>"
+            scales = f"{segments} * QK_TILE_N * {it.entries} * 2"
+            lines += [
+                f"static_assert({segments} * {name}::kSegmentTable == {it.table_bytes});",
+                f"static_assert({name}::kPlaneBytes + {scales} == {it.slot_bytes});",
+                f"static_assert({name}::kStageBytes == {shape.stage_bytes});",
+                f"static_assert({name}::kTileStages == {shape.tile_stages});",
+            ]
+    source = SOURCES[GEMM_MMA]
+    text = source.text + "\n".join(dict.fromkeys(lines)) + "\n__global__ void agrees() {}\n"
+    monkeypatch.setattr(KernelSource, "text", text)
+    assert compile_units([CompileUnit(KernelSource("bcq/sizes.cu", source.constants), "agrees")], row).image
+
+
+def _gpu(row: Architecture | None) -> Gpu:
+    own = gpu_of(torch.device("cuda", 0))
+    return own if row is None else Gpu(row, own.processors)
+
+
+def _multiply(x: Tensor, weight: BcqTiles, bias: Tensor | None, gpu: Gpu, layout: GemmLayout) -> Tensor:
+    product = Product.of(x, weight, bias)
+    product.y.fill_(float("nan"))
+    for launch in gemm_launches(product, gpu, layout):
+        launch.run()
+    return product.y
+
+
+def _layouts(weight: BcqTiles, tokens: int, gpu: Gpu) -> list[GemmLayout]:
+    return gemm_layouts(gemm_problem(weight, tokens, gpu))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize(("bits", "n", "k", "group_size"), WEIGHTS, ids=WEIGHT_IDS)
+def test_every_layout_matches_fp64_and_repeats(
+    bits: int, n: int, k: int, group_size: int, row: Architecture | None
+) -> None:
+    gpu = _gpu(row)
+    for number, tokens in enumerate(ODD_TOKENS):
+        dtype, offset, scale_bits = TYPES[number % 2], number % 4 < 2, SCALE_BITS[number % 3 == 0]
+        weight = random_weight(bits, n, k, group_size, offset=offset, scale_bits=scale_bits)
+        x, bias = torch.randn(tokens, k, device=CUDA).to(dtype), torch.randn(n, device=CUDA).to(dtype)
+        tiles, expected = weight.to(CUDA).tiled(), reference(weight, x, bias)
+        for layout in _layouts(tiles, tokens, gpu):
+            y = _multiply(x, tiles, bias, gpu, layout)
+            error = relative_error(y, expected)
+            assert error < RTOL[dtype], f"{tokens=} {dtype=} {offset=} {scale_bits=} {layout} {error:.2e}"
+            assert torch.equal(_multiply(x, tiles, bias, gpu, layout), y), layout
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (4, 128)])
+def test_planned_layout_on_odd_shapes(bits: int, group_size: int, tokens: int, row: Architecture | None) -> None:
+    gpu, weight = _gpu(row), random_weight(bits, 130, 777, group_size, offset=True)
+    x, tiles = torch.randn(tokens, 777, device=CUDA).half(), weight.to(CUDA).tiled()
+    y = _multiply(x, tiles, None, gpu, _layouts(tiles, tokens, gpu)[0])
+    assert relative_error(y, reference(weight, x, None)) < RTOL[torch.float16]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+def test_tokens_do_not_disturb_each_other(dtype: torch.dtype, row: Architecture | None) -> None:
+    gpu, weight = _gpu(row), random_weight(4, 96, 1024, 128, offset=True).to(CUDA).tiled()
+    x = torch.randn(40, 1024, device=CUDA).to(dtype)
+    for layout in _layouts(weight, 40, gpu):
+        before = _multiply(x, weight, None, gpu, layout)
+        poisoned = x.clone()
+        poisoned[2, 700], poisoned[33, 3], poisoned[6] = float("nan"), float("inf"), 0
+        y = _multiply(poisoned, weight, None, gpu, layout)
+        others = [m for m in range(40) if m not in (2, 6, 33)]
+        assert torch.equal(y[others], before[others])
+        assert not y[[2, 33]].isfinite().any()
+        assert not y[6].any()
+
+
+@pytest.mark.cuda
+def test_thousands_of_tokens_through_the_op() -> None:
+    weight = random_weight(4, 1040, 1536, 128, offset=True)
+    tiles, x = weight.to(CUDA).tiled(), torch.randn(4095, 1536, device=CUDA).half()
+    gpu = _gpu(None)
+    y = _multiply(x, tiles, None, gpu, plan_gemm(gemm_problem(tiles, 4095, gpu)))
+    assert relative_error(y, reference(weight, x, None)) < RTOL[torch.float16]
