@@ -22,10 +22,14 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 RESULTS, OUT = (Path(__file__).parents[1] / "docs" / name for name in ("results", "img"))
-SPEED_FILE, SPEED_SHAPE = "bcq-rows-h200.json", "12288x12288"
-SPEED_METHODS = {"nuqmm-q4-g128": "4 bits", "nuqmm-q2-g128": "2 bits", "nuqmm-q1-g128": "1 bit"}
+SPEED_FILE, SPEED_SHAPE, SPEED_ROWS = "bcq-linear-h200.json", "12288x12288", 256
+SPEED_LINES = {  # what was measured: its name and colour here
+    "fp16": ("fp16", "#555555"),
+    "humming-4": ("Humming, 4 bits", "#e6550d"),
+    "nuqmm-q4-g128": ("4 bits", "#08519c"),
+    "nuqmm-q2-g128": ("2 bits", "#6baed6"),
+}
 MODELS = {"wiki-opt-34m": (22.8, 60.0), "smollm2-135m": (17.8, 60.0)}  # range of the axis of perplexity
-SHADES = ("#6baed6", "#3182bd", "#08519c")
 GREY = "#555555"
 DPI = 105
 
@@ -58,16 +62,12 @@ def read(name: str) -> dict[str, Any]:
     return document
 
 
-def speed_lines(results: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:
-    """By label, rows of activations and microseconds; fp16 was measured beside each method, so its mean is taken."""
-    own = [row for row in results if row["shape"] == SPEED_SHAPE and row["method"] in SPEED_METHODS]
-    rows = sorted({row["tokens"] for row in own})
-    fp16 = [[row["baseline_us"] for row in own if row["tokens"] == count] for count in rows]
-    lines = {"fp16": (rows, [sum(times) / len(times) for times in fp16])}
-    for method, label in SPEED_METHODS.items():
-        found = {row["tokens"]: row["median_us"] for row in own if row["method"] == method}
-        lines[label] = (rows, [found[count] for count in rows])
-    return lines
+def speed_lines(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """By key of SPEED_LINES, (rows of activations, microseconds), sorted."""
+    own = [entry for entry in entries if entry["shape"] == SPEED_SHAPE and entry["rows"] <= SPEED_ROWS]
+    return {
+        what: sorted((entry["rows"], entry["us"]) for entry in own if entry["what"] == what) for what in SPEED_LINES
+    }
 
 
 def quality_points(model: str) -> dict[str, list[tuple[float, float]]]:
@@ -89,23 +89,16 @@ def quality_points(model: str) -> dict[str, list[tuple[float, float]]]:
 def draw_speed(path: Path) -> None:
     """Microseconds against rows of activations."""
     document = read(SPEED_FILE)
-    figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
-    for (label, (rows, times)), colour in zip(
-        speed_lines(document["results"]).items(), (GREY, *reversed(SHADES)), strict=True
-    ):
-        axes.plot(range(len(rows)), times, marker="o", color=colour, linewidth=2)
-        for index, time in enumerate(times):
-            above = -13 if label == "1 bit" else 7
-            axes.annotate(
-                f"{time:.0f}", (index, time), (0, above), textcoords="offset points", ha="center", color=colour
-            )
-        axes.annotate(
-            label, (len(rows) - 1, times[-1]), (10, -4), textcoords="offset points", color=colour, weight="bold"
-        )
-    axes.set_xticks(range(len(rows)), [str(count) for count in rows])
-    axes.set_xlim(-0.25, len(rows) - 0.55)
-    axes.set_ylim(0, 90)
+    figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    for what, points in speed_lines(document["entries"]).items():
+        label, colour = SPEED_LINES[what]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, linewidth=2, label=label)
+    axes.set_xscale("log", base=2)
+    rows = [2**i for i in range(SPEED_ROWS.bit_length())]
+    axes.set_xticks(rows, [str(count) for count in rows])
+    axes.set_ylim(0)
     axes.set(xlabel="rows of activations (tokens at once)", ylabel="microseconds")
+    axes.legend(frameon=False, fontsize=9)
     facts = document["environment"]
     axes.set_title(
         f"One {SPEED_SHAPE.replace('x', ' x ')} Linear, groups of 128, cold L2\n{facts['device']}, torch "

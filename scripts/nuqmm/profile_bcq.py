@@ -13,7 +13,7 @@ def main() -> None:
     device = needed_gpu()
     for bits, size in ((1, 4096), (1, 16384), (4, 16384)):
         x = torch.randn(1, size, device=device).half()
-        tensor_core_gemv(Product.of(x, random_tiles(bits, size, 128, offset=False), None), int8=False)
+        tensor_core_gemv(Product.of(x, random_tiles(bits, (size, size), 128, offset=False), None), int8=False)
     torch.cuda.synchronize()
 
 

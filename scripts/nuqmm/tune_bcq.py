@@ -56,12 +56,12 @@ NARROW = 32
 CUDA = torch.device("cuda")
 
 
-def random_tiles(bits: int, size: int, group_size: int, *, offset: bool) -> BcqTiles:
-    """A random prepared [size, size] weight."""
-    groups = -(-size // group_size)
-    tiles = torch.randint(-(2**31), 2**31 - 1, (size // 16, -(-size // 256), bits, 128), dtype=torch.int32, device=CUDA)
-    scales = torch.rand(size // 16, groups, 8, bits + offset, 2, device=CUDA).half() * 0.02
-    return BcqTiles(tiles, scales, None, size, size, group_size)
+def random_tiles(bits: int, shape: tuple[int, int], group_size: int, *, offset: bool) -> BcqTiles:
+    """A random prepared weight of shape (N, K)."""
+    n, k = shape
+    tiles = torch.randint(-(2**31), 2**31 - 1, (n // 16, -(-k // 256), bits, 128), dtype=torch.int32, device=CUDA)
+    scales = torch.rand(n // 16, -(-k // group_size), 8, bits + offset, 2, device=CUDA).half() * 0.02
+    return BcqTiles(tiles, scales, None, n, k, group_size)
 
 
 def microseconds(make: Callable[[int], Callable[[], Any]], count: int) -> float:
@@ -91,7 +91,7 @@ def tune(bits: int, size: int, group_size: int, offset: bool, rows: int) -> dict
     """Microseconds per layout, the table's first, and of the look-up kernel."""
     weights_bytes = size * size * bits // 8
     count = rotation_length(weights_bytes, CUDA)
-    weights = [random_tiles(bits, size, group_size, offset=offset) for _ in range(count)]
+    weights = [random_tiles(bits, (size, size), group_size, offset=offset) for _ in range(count)]
     x = torch.randn(rows, size, device=CUDA).half()
     torch.cuda.synchronize()
     result: dict[str, float] = {}

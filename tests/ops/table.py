@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from quantkit.cuda.architectures import Architecture, Kernel
+from quantkit.cuda.device import gpu_of
 from quantkit.ops.instances import INSTANCES
 from quantkit.ops.registry import OPS, Op
 
@@ -19,8 +20,10 @@ NAMES = sorted(OPS)
 
 
 def samples_on(op: Op, device: torch.device) -> Iterator[Any]:
-    """The op's samples with their tensors on the device, each an allocation of its own."""
+    """The op's samples that the device gets, with their tensors on it, each an allocation of its own."""
     for sample in op.samples():
+        if device.type == "cuda" and not is_asked_for(sample, gpu_of(device).architecture):
+            continue
         yield op.arguments(*(value.to(device) if isinstance(value, torch.Tensor) else value for value in sample))
 
 

@@ -16,7 +16,14 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = [path for path in sorted(ROOT.joinpath("scripts").rglob("*.py")) if "__main__" in path.read_text()]
 GPU_SCRIPTS = (
     *("bipolar.models", "bipolar.tables", "compile_kernels", "flattenquant.speed"),
-    *("nuqmm.compare_linear", "nuqmm.load_time", "nuqmm.tables", "nuqmm.profile_bcq", "nuqmm.tune_bcq"),
+    *(
+        "nuqmm.compare_linear",
+        "nuqmm.measure_kernels",
+        "nuqmm.load_time",
+        "nuqmm.tables",
+        "nuqmm.profile_bcq",
+        "nuqmm.tune_bcq",
+    ),
 )
 MISSING = "/no/such/folder/out"
 

@@ -12,17 +12,12 @@ LARGEST = 100_000  # bytes of a picture in the repository
 
 
 def test_speed_takes_the_rows_of_one_shape() -> None:
-    def row(shape: str, method: str, tokens: int, us: float, fp16: float) -> dict[str, object]:
-        return {"shape": shape, "method": method, "tokens": tokens, "median_us": us, "baseline_us": fp16}
+    def entry(shape: str, what: str, rows: int, us: float) -> dict[str, object]:
+        return {"shape": shape, "what": what, "rows": rows, "us": us}
 
-    results = [
-        row(figures.SPEED_SHAPE, method, tokens, 10.0 * bits + tokens, 80.0 + bits)
-        for bits, method in ((4, "nuqmm-q4-g128"), (2, "nuqmm-q2-g128"), (1, "nuqmm-q1-g128"), (9, "nuqmm-q1-g32"))
-        for tokens in (8, 1)
-    ]
-    lines = figures.speed_lines([*results, row("16384x16384", "nuqmm-q4-g128", 4, 1.0, 1.0)])
-    assert lines["4 bits"] == ([1, 8], [41.0, 48.0])
-    assert lines["fp16"] == ([1, 8], [pytest.approx(80 + 7 / 3)] * 2)
+    own = [entry(figures.SPEED_SHAPE, what, rows, 10.0 + rows) for what in figures.SPEED_LINES for rows in (8, 1, 4096)]
+    lines = figures.speed_lines([*own, entry("4096x4096", "fp16", 4, 1.0), entry(figures.SPEED_SHAPE, "fp8", 1, 9.0)])
+    assert lines == {what: [(1, 11.0), (8, 18.0)] for what in figures.SPEED_LINES}
 
 
 def test_quality_tells_compensated_recipes_and_peers_apart() -> None:

@@ -1,8 +1,12 @@
 """Which bcq kernel multiplies how many tokens: measured once per GPU and shape class, kept in the user's cache.
 
-The table is ``kernels/bcq_autotune.json`` in quantkit's cache folder: {GPU: {shape class: {tokens: kernel}}}, where GPU
-is its name and a digest of the kernels, so that other kernels are measured anew. Editing an entry overrides it;
-deleting one has it measured again when a layer of that class is next prepared.
+kernels/bcq/measured.json comes with quantkit: {GPU: {shape class: {tokens: kernel}}}, made by
+scripts/nuqmm/measure_kernels.py, so that common shapes are not measured again on these GPUs. The user's table goes
+before it, and what neither has is chosen by the GPU generation.
+
+The user's table is ``kernels/bcq_autotune.json`` in quantkit's cache folder. GPU is its name and a digest of the
+kernels there, so that other kernels are measured anew. Editing an entry overrides it; deleting one has it measured
+again when a layer of that class is next prepared.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.assets import cache_folder
+from quantkit.assets import asset_folder, cache_folder
 from quantkit.cuda.architectures import Architecture, Kernel
 from quantkit.cuda.compile import write_whole
 from quantkit.cuda.device import gpu_of
@@ -30,7 +34,7 @@ from quantkit.ops.bcq.instances import SOURCES
 from quantkit.ops.bcq.launch import binary_segment, candidates, product
 from quantkit.ops.bcq.layout import BcqTiles
 
-TOKEN_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+TOKEN_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _FEW_TOKENS = 8
 _GEMM_TOKENS = 4  # from which on the fused product may be fastest
 _GEMV_TOKENS = 16  # up to which INT8 products for 8 tokens may be
@@ -40,6 +44,7 @@ _FINE_SEGMENT = 32  # where INT8 products of one token are faster too
 _CLEARLY = 0.95  # of the usual kernel's time, from where on another is taken: measurements this short differ by 5 %
 _DIGEST = 8
 _TABLE = Path("kernels") / "bcq_autotune.json"
+_SHIPPED = Path("bcq") / "measured.json"
 
 Measurements = dict[str, dict[str, dict[str, str]]]
 
@@ -56,6 +61,18 @@ def gpu_key(device: torch.device) -> str:
     """Under which a GPU's measurements stand in the table."""
     sources = "".join(repr((source.text, source.options)) for source in SOURCES.values())
     return f"{torch.cuda.get_device_name(device)}, kernels {sha256(sources.encode()).hexdigest()[:_DIGEST]}"
+
+
+@cache
+def _shipped() -> Measurements:
+    shipped: Measurements = json.loads((asset_folder("kernels") / _SHIPPED).read_text(encoding="utf-8"))
+    return shipped
+
+
+def _known(device: torch.device) -> dict[str, dict[str, str]]:
+    """The shape classes whose kernels are known on the GPU: those of the user's table, then those that came with it."""
+    shipped = _shipped().get(torch.cuda.get_device_name(device), {})
+    return {**shipped, **_table().get(gpu_key(device), {})}
 
 
 @cache
@@ -112,8 +129,7 @@ def choose(x: Tensor, weight_bits: int, out_features: int, group_size: int, scal
     )
     if tokens > TOKEN_CLASSES[-1] or usable == (Kernel.BCQ_DEQUANTIZE,):
         return Kernel.BCQ_DEQUANTIZE
-    measured = _table().get(gpu_key(x.device), {})
-    kernels = measured.get(shape_class(weight_bits, out_features, in_features, group_size, scale_bits))
+    kernels = _known(x.device).get(shape_class(weight_bits, out_features, in_features, group_size, scale_bits))
     if kernels is None:
         return _unmeasured(x, group_size, usable)
     return kernels[str(next(count for count in TOKEN_CLASSES if count >= tokens))]
@@ -124,11 +140,20 @@ def ensure_measured(weight: BcqTiles) -> None:
 
     Fractions of a second per class. Raises KernelError where a kernel cannot be built.
     """
-    device, in_features = weight.tiles.device, weight.in_features
-    gpu = gpu_key(device)
-    name = shape_class(weight.weight_bits, weight.out_features, in_features, weight.group_size, weight.scale_bits)
-    if name in _table().get(gpu, {}):
+    device = weight.tiles.device
+    sizes = weight.weight_bits, weight.out_features, weight.in_features
+    name = shape_class(*sizes, weight.group_size, weight.scale_bits)
+    if name in _known(device):
         return
+    gpu = gpu_key(device)
+    table = {**_table(), gpu: {**_table().get(gpu, {}), name: measured_kernels(weight)}}
+    write_whole(cache_folder() / _TABLE, (json.dumps(table, indent=1) + "\n").encode())
+    _table.cache_clear()
+
+
+def measured_kernels(weight: BcqTiles) -> dict[str, str]:
+    """By number of tokens, the kernel that is clearly fastest on this weight's GPU, or the usual one."""
+    device, in_features = weight.tiles.device, weight.in_features
     best: dict[str, str] = {}
     other = _copy(weight)
     shape = {"weight_bits": weight.weight_bits, "group_size": weight.group_size, "in_features": in_features}
@@ -141,9 +166,7 @@ def ensure_measured(weight: BcqTiles) -> None:
             if _worth_measuring(kernel, tokens, _narrow(weight.group_size, in_features))
         }
         best[str(tokens)] = _clear_winner(seconds, _unmeasured(x, weight.group_size, usable))
-    table = {**_table(), gpu: {**_table().get(gpu, {}), name: best}}
-    write_whole(cache_folder() / _TABLE, (json.dumps(table, indent=1) + "\n").encode())
-    _table.cache_clear()
+    return best
 
 
 def _clear_winner(seconds: dict[Kernel, float], usual: Kernel) -> Kernel:

@@ -13,11 +13,11 @@ from quantkit.errors import KernelError
 from quantkit.ops.bcq import autotune
 from quantkit.ops.bcq.autotune import choose, gpu_key, shape_class
 from quantkit.ops.bcq.layout import BcqTiles
-from tests.ops.bcq.cases import BINARY, DEQUANTIZE, GEMM, GEMM_MMA, INT8, LUT, random_weight
+from tests.ops.bcq.cases import BINARY, DEQUANTIZE, GEMM, GEMM_MMA, INT8, KERNELS, LUT, random_weight
 
 GPU = "Some GPU"
 CPU = torch.device("cpu")
-MANY = ("32", "64", "128", "256", "512")
+MANY = ("32", "64", "128", "256", "512", "1024", "2048")
 
 
 @pytest.fixture
@@ -65,10 +65,31 @@ def test_unmeasured_shapes_follow_the_gpu_generation(table: Path, monkeypatch: p
 def test_the_table_decides_and_an_edit_overrides(table: Path) -> None:
     rows = {str(count): BINARY if count <= 16 else GEMM for count in autotune.TOKEN_CLASSES}
     table.write_text(json.dumps({gpu_key(CPU): {"q4-s128-n12-k12": rows}}))
-    assert [choose(x(count), 4, 4096, 128) for count in (3, 9, 17, 513)] == [BINARY, BINARY, GEMM, DEQUANTIZE]
+    assert [choose(x(count), 4, 4096, 128) for count in (3, 9, 17, 2049)] == [BINARY, BINARY, GEMM, DEQUANTIZE]
     table.write_text(table.read_text().replace('"1": "bcq_binary_gemv"', '"1": "bcq_lut_gemv"'))
     autotune._table.cache_clear()
     assert choose(x(1), 4, 4096, 128) == LUT
+
+
+def test_a_class_that_came_measured_is_not_measured_again_and_the_users_table_goes_before_it(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = dict.fromkeys(map(str, autotune.TOKEN_CLASSES), LUT)
+    monkeypatch.setattr(autotune, "_shipped", lambda: {GPU: {"q4-s128-n12-k12": rows, "q2-s128-n5-k8": rows}})
+    monkeypatch.setattr(autotune, "cold_seconds", None)
+    assert choose(x(3), 4, 4096, 128) == LUT
+    autotune.ensure_measured(random_weight(2, 32, 256, 128, offset=True).tiled())
+    assert not table.exists()
+    table.write_text(json.dumps({gpu_key(CPU): {"q4-s128-n12-k12": dict.fromkeys(rows, INT8)}}))
+    autotune._table.cache_clear()
+    assert choose(x(3), 4, 4096, 128) == INT8
+
+
+def test_the_measurements_that_come_with_quantkit_name_its_kernels() -> None:
+    for classes in autotune._shipped().values():
+        for kernels in classes.values():
+            assert tuple(map(int, kernels)) == autotune.TOKEN_CLASSES
+            assert set(kernels.values()) <= set(KERNELS)
 
 
 @pytest.mark.parametrize(("group_size", "least"), [(64, 1), (128, 2)])
@@ -103,7 +124,7 @@ def test_a_new_class_is_measured_on_two_copies_of_the_weight(
     (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
     assert rows == dict.fromkeys(("1", "2", "4", "8"), LUT) | {"16": INT8} | dict.fromkeys(MANY, GEMM)
     assert (min(tokens[INT8]), max(tokens[INT8])) == (least, 16)  # one row is never faster on it with wide groups
-    assert (min(tokens[GEMM]), max(tokens[GEMM])) == (4, 512)
+    assert (min(tokens[GEMM]), max(tokens[GEMM])) == (4, 2048)
     assert max(tokens[LUT]) == 8
     count = len(timed)
     autotune.ensure_measured(weight)
@@ -118,7 +139,7 @@ def test_the_usual_kernel_stays_where_another_is_hardly_faster(table: Path, monk
     autotune.ensure_measured(weight)
     (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
     usual = {"1": BINARY, "2": BINARY, "4": INT8, "8": INT8}
-    assert rows == usual | dict.fromkeys(("16", *MANY), GEMM) | {"512": DEQUANTIZE}
+    assert rows == usual | dict.fromkeys(("16", *MANY), GEMM) | dict.fromkeys(("512", "1024", "2048"), DEQUANTIZE)
 
 
 def test_what_other_kernels_took_does_not_count(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
