@@ -30,9 +30,11 @@ CPU = torch.device("cpu")
 def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Recorder]:
     row: Architecture = request.param
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    autotune._gpu_name.cache_clear()
     autotune.gpu_key.cache_clear()
     yield record(monkeypatch, row)
     gpu_of.cache_clear()
+    autotune._gpu_name.cache_clear()
     autotune.gpu_key.cache_clear()
 
 

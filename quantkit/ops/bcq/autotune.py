@@ -49,6 +49,7 @@ _SHIPPED = Path("bcq") / "measured.json"
 Measurements = dict[str, dict[str, dict[str, str]]]
 
 
+@cache
 def shape_class(weight_bits: int, out_features: int, in_features: int, group_size: int, scale_bits: int = 16) -> str:
     """Shapes that share a measurement: planes, activation segment, N and K to the nearest power of two, scales."""
     segment = binary_segment(group_size, in_features) or "bytes"
@@ -57,10 +58,15 @@ def shape_class(weight_bits: int, out_features: int, in_features: int, group_siz
 
 
 @cache
+def _gpu_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+@cache
 def gpu_key(device: torch.device) -> str:
     """Under which a GPU's measurements stand in the table."""
     sources = "".join(repr((source.text, source.options)) for source in SOURCES.values())
-    return f"{torch.cuda.get_device_name(device)}, kernels {sha256(sources.encode()).hexdigest()[:_DIGEST]}"
+    return f"{_gpu_name(device)}, kernels {sha256(sources.encode()).hexdigest()[:_DIGEST]}"
 
 
 @cache
@@ -69,10 +75,10 @@ def _shipped() -> Measurements:
     return shipped
 
 
-def _known(device: torch.device) -> dict[str, dict[str, str]]:
-    """The shape classes whose kernels are known on the GPU: those of the user's table, then those that came with it."""
-    shipped = _shipped().get(torch.cuda.get_device_name(device), {})
-    return {**shipped, **_table().get(gpu_key(device), {})}
+def _known(device: torch.device, name: str) -> dict[str, str] | None:
+    """The kernels of a shape class on the GPU: of the user's table, or those that came with quantkit."""
+    own = _table().get(gpu_key(device), {}).get(name)
+    return own if own is not None else _shipped().get(_gpu_name(device), {}).get(name)
 
 
 @cache
@@ -129,7 +135,7 @@ def choose(x: Tensor, weight_bits: int, out_features: int, group_size: int, scal
     )
     if tokens > TOKEN_CLASSES[-1] or usable == (Kernel.BCQ_DEQUANTIZE,):
         return Kernel.BCQ_DEQUANTIZE
-    kernels = _known(x.device).get(shape_class(weight_bits, out_features, in_features, group_size, scale_bits))
+    kernels = _known(x.device, shape_class(weight_bits, out_features, in_features, group_size, scale_bits))
     if kernels is None:
         return _unmeasured(x, group_size, usable)
     return kernels[str(next(count for count in TOKEN_CLASSES if count >= tokens))]
@@ -143,7 +149,7 @@ def ensure_measured(weight: BcqTiles) -> None:
     device = weight.tiles.device
     sizes = weight.weight_bits, weight.out_features, weight.in_features
     name = shape_class(*sizes, weight.group_size, weight.scale_bits)
-    if name in _known(device):
+    if _known(device, name) is not None:
         return
     gpu = gpu_key(device)
     table = {**_table(), gpu: {**_table().get(gpu, {}), name: measured_kernels(weight)}}

@@ -7,7 +7,7 @@ once, in its own bits, for every tile of tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
@@ -221,10 +221,19 @@ def plan_gemm(it: GemmProblem) -> GemmLayout:
 ARRANGE = CompileUnit(ARRANGE_SOURCE, "bcqArrange")
 
 
+@cache
 def gemm_unit(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> CompileUnit:
     """The instance for a problem, activations and a shape of gemm_layouts."""
     warpgroups = Kernel.BCQ_GEMM_WGMMA in it.gpu.architecture.kernels
-    numbers = (it.weight_bits, it.offsets_apart, DTYPE_CODES[dtype], *astuple(shape))
+    numbers = (
+        it.weight_bits,
+        it.offsets_apart,
+        DTYPE_CODES[dtype],
+        shape.tokens,
+        shape.row_groups,
+        shape.phases,
+        shape.slots,
+    )
     return CompileUnit(SOURCES[Kernel.BCQ_GEMM_MMA], "bcqGemm", (warpgroups, *numbers))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -292,6 +292,7 @@ def dequantize_tiles(weight: BcqTiles, dtype: torch.dtype) -> Tensor:
     return dequantized
 
 
+@cache
 def candidates(
     dtype: torch.dtype, row: Architecture, *, weight_bits: int, group_size: int, in_features: int
 ) -> tuple[Kernel, ...]:

@@ -27,11 +27,13 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
     monkeypatch.setattr(autotune, "gpu_of", lambda device: Gpu(architecture(9, 0), 132))
     autotune._table.cache_clear()
+    autotune._gpu_name.cache_clear()
     autotune.gpu_key.cache_clear()
     path = tmp_path / "quantkit" / "kernels" / "bcq_autotune.json"
     path.parent.mkdir(parents=True)
     yield path
     autotune._table.cache_clear()
+    autotune._gpu_name.cache_clear()
     autotune.gpu_key.cache_clear()
 
 
@@ -148,6 +150,7 @@ def test_what_other_kernels_took_does_not_count(table: Path, monkeypatch: pytest
     table.write_text(json.dumps({first: {"q4-s128-n12-k12": dict.fromkeys(map(str, autotune.TOKEN_CLASSES), LUT)}}))
     assert choose(x(1), 4, 4096, 128) == LUT
     monkeypatch.setattr(KernelSource, "text", "another kernel")
+    autotune._gpu_name.cache_clear()
     autotune.gpu_key.cache_clear()
     assert choose(x(1), 4, 4096, 128) == BINARY
 
