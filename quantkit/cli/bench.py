@@ -10,6 +10,7 @@ import typer
 
 from quantkit.cli.common import JsonOption, Program, check_json_path, print_facts, print_table, write_json
 from quantkit.errors import BenchError
+from quantkit.progress import track
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,8 @@ def linear(
     counts = _integers("--tokens", tokens)
     bench = LinearBench(parse_shapes(shapes), method_names(methods, bits), counts, where, energy)
     facts = environment(where)
-    results = list(run_linear(bench))
+    total = len(bench.shapes) * len(bench.methods) * len(counts)
+    results = list(track(run_linear(bench), "compiling and timing", total))
     print_facts(facts)
     _print_linear(results)
     if where.type == "cpu":
