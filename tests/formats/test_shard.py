@@ -108,7 +108,8 @@ def test_whole_groups_keep_their_size_and_cut_ones_are_split() -> None:
     spec = BcqSpec(2, 64, True)
     tensors = random_tensors(spec, (N, K))
     sizes = [
-        shard(spec, tensors, (N, K), rows=[(0, N)], columns=span)[0].group_size for span in ((64, 192), (0, 96), (96, 192))
+        shard(spec, tensors, (N, K), rows=[(0, N)], columns=span)[0].group_size
+        for span in ((64, 192), (0, 96), (96, 192))
     ]
     assert sizes == [64, 32, 32]
 

@@ -1,0 +1,36 @@
+"""Greedy tokens of a folder through vLLM's engine, as JSON; a program of its own, as engines end with their process.
+
+python -m tests.serving.tokens FOLDER RANKS LOAD_FORMAT PROMPTS OUT    PROMPTS: JSON, a list of lists of token ids
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+NEW_TOKENS = 16
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+
+    folder, ranks, load_format, prompts, out = sys.argv[1:]
+    engine = LLM(
+        folder,
+        dtype="float32",
+        enforce_eager=True,
+        load_format=load_format,
+        max_model_len=128,
+        max_num_seqs=4,
+        tensor_parallel_size=int(ranks),
+    )
+    answers = engine.generate(
+        [{"prompt_token_ids": ids} for ids in json.loads(prompts)],
+        SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True),
+    )
+    Path(out).write_text(json.dumps([list(answer.outputs[0].token_ids) for answer in answers]))
+
+
+if __name__ == "__main__":
+    main()
