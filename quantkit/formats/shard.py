@@ -14,7 +14,7 @@ quantizes its activations in finer steps than the whole layer does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -37,20 +37,33 @@ _PACKED_BITS = 4
 
 
 def shard(
-    spec: Any, tensors: Tensors, shape: Shape, *, rows: Sequence[Span], columns: Span
+    spec: Any, tensors: Tensors, shape: Shape, *, out_spans: Sequence[Span], in_span: Span
 ) -> tuple[Any, dict[str, Tensor]]:
     """The spec and the tensors of a part of a weight; some may be views of the whole's.
 
-    shape: (N, K) of the whole. rows: spans of N, in the order in which they are kept. columns: the span of K.
+    shape: (N, K) of the whole. out_spans: of N, in the order in which they are kept. in_span: of K.
     Raises CheckpointError where K cannot be cut there.
     """
-    whole = columns == (0, shape[1])
-    kept = {name: _take_rows(tensors[name], rows) if grows else tensors[name] for name, grows in _along_n(spec, shape)}
-    if whole:
+    along_n = _along_n(spec, shape)
+    kept = {name: _take_rows(tensors[name], out_spans) if grows else tensors[name] for name, grows in along_n}
+    if in_span == (0, shape[1]):
         return spec, kept
     if isinstance(spec, FlattenSpec):
-        return _take_channels(spec, kept, columns)
-    return _take_columns(spec, kept, shape[1], columns)
+        return _take_channels(spec, kept, in_span)
+    return _take_columns(spec, kept, shape[1], in_span)
+
+
+def shard_spec(spec: Any, in_features: int, in_span: Span) -> Any:
+    """The spec of a shard, without the tensors; of flatten, where the map would say the number of columns, an even share.
+
+    Raises CheckpointError as ``shard`` does.
+    """
+    if in_span == (0, in_features):
+        return spec
+    if isinstance(spec, FlattenSpec):
+        share = -(-spec.extended_channels * (in_span[1] - in_span[0]) // in_features)
+        return replace(spec, extended_channels=padded_columns(share))
+    return replace(spec, group_size=_cut_groups(spec, in_features, in_span).group_size)
 
 
 def join(spec: Any, parts: Sequence[Tensors], in_features: int) -> dict[str, Tensor] | None:
@@ -74,34 +87,46 @@ def _take_rows(tensor: Tensor, rows: Sequence[Span]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
 
 
-def _take_columns(
-    spec: BcqSpec | BipolarSpec, tensors: Tensors, in_features: int, columns: Span
-) -> tuple[Any, dict[str, Tensor]]:
-    start, end = columns
+@dataclass(frozen=True)
+class _CutGroups:
+    """group_size: of the shard. repeat: how often each group's scales stand there. first, last: of those repeated."""
+
+    group_size: int
+    repeat: int
+    first: int
+    last: int
+
+
+def _cut_groups(spec: BcqSpec | BipolarSpec, in_features: int, in_span: Span) -> _CutGroups:
+    start, end = in_span
     if start % BITS_PER_BYTE or (end % BITS_PER_BYTE and end != in_features):
         raise CheckpointError(
             f"a shard of the columns {start} to {end} of {in_features} starts or ends within a byte of the bit planes; "
             "serve it on a number of GPUs that divides K into multiples of 8"
         )
     group = group_width(spec.group_size, in_features)
-    row_wise = group == in_features
-    if row_wise:
-        fine, first, last = group, 0, 1
-    else:
-        # The last group of a row ends with it, however short that leaves it.
-        fine = gcd(group, start) if end == in_features else gcd(group, start, end)
-        first, last = start // fine, -(-end // fine)
+    if group == in_features:
+        return _CutGroups(ROW_WISE, 1, 0, 1)
+    # The last group of a row ends with it, however short that leaves it.
+    fine = gcd(group, start) if end == in_features else gcd(group, start, end)
+    return _CutGroups(fine, group // fine, start // fine, -(-end // fine))
+
+
+def _take_columns(
+    spec: BcqSpec | BipolarSpec, tensors: Tensors, in_features: int, in_span: Span
+) -> tuple[Any, dict[str, Tensor]]:
+    groups = _cut_groups(spec, in_features, in_span)
     kept = dict(tensors)
     for name in kept.keys() & set(_PLANES):
-        kept[name] = kept[name][..., start // BITS_PER_BYTE : packed_width(end)]
+        kept[name] = kept[name][..., in_span[0] // BITS_PER_BYTE : packed_width(in_span[1])]
     for name in kept.keys() & set(_BY_GROUP):
-        kept[name] = kept[name].repeat_interleave(group // fine, -1)[..., first:last]
-    return replace(spec, group_size=ROW_WISE if row_wise else fine), kept
+        kept[name] = kept[name].repeat_interleave(groups.repeat, -1)[..., groups.first : groups.last]
+    return replace(spec, group_size=groups.group_size), kept
 
 
-def _take_channels(spec: FlattenSpec, tensors: Tensors, columns: Span) -> tuple[FlattenSpec, dict[str, Tensor]]:
+def _take_channels(spec: FlattenSpec, tensors: Tensors, in_span: Span) -> tuple[FlattenSpec, dict[str, Tensor]]:
     """Columns keep their order, so a shard's columns also begin with its channels in order."""
-    start, end = columns
+    start, end = in_span
     source = tensors["source_channel"]
     own = ((source >= start) & (source < end)).nonzero().flatten()
     width = padded_columns(len(own))

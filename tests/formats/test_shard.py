@@ -14,7 +14,7 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.bcq import BcqSpec
 from quantkit.formats.bipolar import BipolarSpec
 from quantkit.formats.flatten import FlattenSpec, check_columns, pack_nibbles, padded_columns
-from quantkit.formats.shard import join, shard
+from quantkit.formats.shard import join, shard, shard_spec
 from quantkit.formats.table import FORMATS, format_name
 
 N, K = 24, 192
@@ -75,11 +75,13 @@ def test_a_shard_is_that_part_of_the_whole(spec: Any, data: st.DataObject) -> No
         rows.append((start, data.draw(st.integers(start + 1, N))))
     start = data.draw(st.integers(0, K // 8 - 1)) * 8
     end = data.draw(st.integers(start // 8 + 1, K // 8)) * 8
-    own, kept = shard(spec, tensors, (N, K), rows=rows, columns=(start, end))
+    own, kept = shard(spec, tensors, (N, K), out_spans=rows, in_span=(start, end))
     expected = torch.cat([dequantize(spec, tensors, (N, K))[a:b, start:end] for a, b in rows])
     assert torch.equal(dequantize(own, kept, tuple(expected.shape)), expected)
     if isinstance(own, FlattenSpec):
         check_columns(own, kept, tuple(expected.shape))
+    else:
+        assert shard_spec(spec, K, (start, end)) == own
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
@@ -90,7 +92,7 @@ def test_shards_along_k_add_up_to_the_whole_product(spec: Any, ranks: int) -> No
     whole = x @ dequantize(spec, tensors, (N, K)).double().T
     total = torch.zeros_like(whole)
     for start in range(0, K, part):
-        own, kept = shard(spec, tensors, (N, K), rows=[(0, N)], columns=(start, start + part))
+        own, kept = shard(spec, tensors, (N, K), out_spans=[(0, N)], in_span=(start, start + part))
         total += x[:, start : start + part] @ dequantize(own, kept, (N, part)).double().T
     torch.testing.assert_close(total, whole)
 
@@ -98,7 +100,7 @@ def test_shards_along_k_add_up_to_the_whole_product(spec: Any, ranks: int) -> No
 def test_flatten_shards_share_out_every_column_that_carries_weight() -> None:
     spec = SPECS["flatten-w8a8"]
     tensors = random_tensors(spec, (N, K))
-    kept = [shard(spec, tensors, (N, K), rows=[(0, N)], columns=(at, at + 96)) for at in (0, 96)]
+    kept = [shard(spec, tensors, (N, K), out_spans=[(0, N)], in_span=(at, at + 96)) for at in (0, 96)]
     columns = sum(int(part["codes"].ne(0).any(0).sum()) for _, part in kept)
     assert columns == int(tensors["codes"].ne(0).any(0).sum())
     assert all(own.extended_channels == padded_columns(own.extended_channels) for own, _ in kept)
@@ -108,7 +110,7 @@ def test_whole_groups_keep_their_size_and_cut_ones_are_split() -> None:
     spec = BcqSpec(2, 64, True)
     tensors = random_tensors(spec, (N, K))
     sizes = [
-        shard(spec, tensors, (N, K), rows=[(0, N)], columns=span)[0].group_size
+        shard(spec, tensors, (N, K), out_spans=[(0, N)], in_span=span)[0].group_size
         for span in ((64, 192), (0, 96), (96, 192))
     ]
     assert sizes == [64, 32, 32]
@@ -118,13 +120,13 @@ def test_whole_groups_keep_their_size_and_cut_ones_are_split() -> None:
 def test_a_cut_within_a_byte_is_refused(columns: tuple[int, int]) -> None:
     spec = SPECS["bcq"]
     with pytest.raises(CheckpointError, match="within a byte"):
-        shard(spec, random_tensors(spec, (N, K)), (N, K), rows=[(0, N)], columns=columns)
+        shard(spec, random_tensors(spec, (N, K)), (N, K), out_spans=[(0, N)], in_span=columns)
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_joined_shards_are_the_whole(spec: Any) -> None:
     tensors = random_tensors(spec, (N, K))
-    parts = [shard(spec, tensors, (N, K), rows=[span], columns=(0, K))[1] for span in ((0, 5), (5, 8), (8, N))]
+    parts = [shard(spec, tensors, (N, K), out_spans=[span], in_span=(0, K))[1] for span in ((0, 5), (5, 8), (8, N))]
     joined = join(spec, parts, K)
     assert joined is not None
     assert all(torch.equal(joined[name], tensor) for name, tensor in tensors.items())

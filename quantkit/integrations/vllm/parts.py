@@ -1,4 +1,4 @@
-"""Which part of each stored Linear one rank keeps, how it is collected tensor by tensor, and made up for dummy weights.
+"""What one rank keeps of each stored Linear, how it is collected tensor by tensor, and made up for dummy weights.
 
 vLLM fuses Linears that read one input (q, k, v; gate, up) into one layer. Each stored Linear of such a layer is a part
 with a format of its own, or in floating point. Nothing here needs vllm.
@@ -16,8 +16,7 @@ from torch import Tensor
 from quantkit.checkpoint.config import StoredLayer
 from quantkit.errors import CheckpointError, refusing
 from quantkit.formats.base import TensorSpec
-from quantkit.formats.flatten import FlattenSpec, padded_columns
-from quantkit.formats.shard import Span, shard
+from quantkit.formats.shard import Span, shard, shard_spec
 from quantkit.formats.table import FORMATS, format_name
 
 _PLAIN = "weight"
@@ -29,8 +28,8 @@ _RANDOM_BYTES = 256
 class Partition:
     """How vLLM divides one layer among ranks.
 
-    out_features: rows of this rank for each Linear that vLLM fuses in it. total: rows of all ranks together.
-    rank_features, in_features: columns of this rank, and of all. replicas: ranks that hold the same k and v heads.
+    out_features: N of this rank for each Linear that vLLM fuses in it. total: N of all of them and all ranks together.
+    rank_features, in_features: K of this rank, and of all. replicas: ranks that hold the same k and v heads.
     """
 
     out_features: tuple[int, ...]
@@ -42,24 +41,24 @@ class Partition:
     replicas: int = 1
 
     @property
-    def columns(self) -> Span:
-        """The columns of this rank."""
+    def in_span(self) -> Span:
+        """This rank's of K."""
         start = self.rank * self.rank_features if self.rank_features != self.in_features else 0
         return start, start + self.rank_features
 
     def whole_features(self, index: int) -> int:
-        """Rows of a fused Linear as it is stored."""
-        ranks = self.ranks // self._copies(index) if self._divides_rows else 1
+        """N of a fused Linear as it is stored."""
+        ranks = self.ranks // self._copies(index) if self._divides_n else 1
         return self.out_features[index] * ranks
 
     def span(self, index: int) -> Span:
-        """The rows of this rank, of a fused Linear."""
+        """This rank's of N, of a fused Linear."""
         own = self.out_features[index]
-        start = self.rank // self._copies(index) * own if self._divides_rows else 0
+        start = self.rank // self._copies(index) * own if self._divides_n else 0
         return start, start + own
 
     @property
-    def _divides_rows(self) -> bool:
+    def _divides_n(self) -> bool:
         return sum(self.out_features) != self.total
 
     def _copies(self, index: int) -> int:
@@ -70,15 +69,15 @@ class Partition:
 class Part:
     """What one rank keeps of one stored Linear; it arrives tensor by tensor.
 
-    stored: None for a floating-point Linear. rows, columns: what is kept. shape: (N, K) as stored.
+    stored: None for a floating-point Linear. out_spans, in_span: what is kept of N and K. shape: (N, K) as stored.
     held: the kept tensors once all have come; spec is theirs, None in floating point.
     """
 
     name: str
     stored: StoredLayer | None
     shape: tuple[int, int]
-    rows: tuple[Span, ...]
-    columns: Span
+    out_spans: tuple[Span, ...]
+    in_span: Span
     dtype: torch.dtype
     device: torch.device
     spec: Any = None
@@ -88,7 +87,7 @@ class Part:
     @property
     def kept_shape(self) -> tuple[int, int]:
         """(N, K) of what this rank keeps."""
-        return sum(end - start for start, end in self.rows), self.columns[1] - self.columns[0]
+        return sum(end - start for start, end in self.out_spans), self.in_span[1] - self.in_span[0]
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -108,13 +107,13 @@ class Part:
             return
         whole, self.arrived = self.arrived, {}
         if self.stored is None:
-            plain = torch.cat([whole[_PLAIN][start:end, slice(*self.columns)] for start, end in self.rows])
+            plain = torch.cat([whole[_PLAIN][start:end, slice(*self.in_span)] for start, end in self.out_spans])
             self.held = {_PLAIN: plain.to(self.device, self.dtype)}
             return
         row = FORMATS[format_name(self.stored.spec)]
         with refusing(f"{self.name}: an index is wrong", CheckpointError, "copy the checkpoint again"):
             row.check_indices(self.stored.spec, whole, self.shape)
-        self.spec, kept = shard(self.stored.spec, whole, self.shape, rows=self.rows, columns=self.columns)
+        self.spec, kept = shard(self.stored.spec, whole, self.shape, out_spans=self.out_spans, in_span=self.in_span)
         # A copy even on the CPU: a view would keep the whole file's pages.
         self.held = {own: _copied(part, self.device) for own, part in kept.items()}
 
@@ -128,23 +127,10 @@ class Part:
         if self.stored is None:
             self.held = {_PLAIN: torch.full(self.kept_shape, _DUMMY_FLOAT, dtype=self.dtype, device=self.device)}
             return
-        self.spec = self.stored.spec
-        if isinstance(self.spec, FlattenSpec):
-            columns = -(-self.spec.extended_channels * in_features // self.shape[1])
-            bits = self.spec.weight_bits, self.spec.act_bits
-            self.spec = FlattenSpec(*bits, padded_columns(columns), smooth=self.spec.smooth)
-        elif self.kept_shape[1] != self.shape[1]:
-            self.spec = self._spec_of_columns()
+        self.spec = shard_spec(self.stored.spec, self.shape[1], self.in_span)
         row = FORMATS[format_name(self.spec)]
         sizes = row.tensors(self.spec, (out_features, in_features))
         self.held = {name: _made_up(name, size, row.indices, self) for name, size in sizes.items()}
-
-    def _spec_of_columns(self) -> Any:
-        """The spec of this rank's columns, as cutting one row of zeros gives it."""
-        assert self.stored is not None
-        row, shape = FORMATS[format_name(self.stored.spec)], (1, self.shape[1])
-        zeros = {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in row.tensors(self.stored.spec, shape).items()}
-        return shard(self.stored.spec, zeros, shape, rows=[(0, 1)], columns=self.columns)[0]
 
     def _check(self, name: str, tensor: Tensor) -> None:
         expected = self.tensors.get(name)
@@ -169,27 +155,27 @@ def parts_of(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Part]:
-    """The parts of one vLLM layer, in its order of rows.
+    """The parts of one vLLM layer, in its order along N.
 
-    names, stored: of the Linears behind it; one of several rows' spans where they are fused on disk as well.
+    names, stored: of the Linears behind it; one where they are fused on disk as well.
     Raises CheckpointError where a stored shape is not the one that the model's config builds.
     """
     sizes = [cut.whole_features(index) for index in range(len(cut.out_features))]
     spans = [cut.span(index) for index in range(len(sizes))]
     if len(names) == 1:
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
-        rows = [tuple((at + start, at + end) for at, (start, end) in zip(starts, spans, strict=True))]
+        own_spans = [tuple((at + start, at + end) for at, (start, end) in zip(starts, spans, strict=True))]
         sizes = [sum(sizes)]
     elif len(names) == len(sizes):
-        rows = [(span,) for span in spans]
+        own_spans = [(span,) for span in spans]
     else:
         raise CheckpointError(f"{names[0]}: vLLM fuses {len(sizes)} Linears here, the checkpoint has {len(names)}")
     parts = []
-    for name, layer, size, own in zip(names, stored, sizes, rows, strict=True):
+    for name, layer, size, own in zip(names, stored, sizes, own_spans, strict=True):
         built = size, cut.in_features
         if layer is not None and layer.shape != built:
             raise CheckpointError(f"{name}: config.json builds it as {built}, stored is {layer.shape}")
-        parts.append(Part(name, layer, built, own, cut.columns, dtype, device))
+        parts.append(Part(name, layer, built, own, cut.in_span, dtype, device))
     return parts
 
 

@@ -1,0 +1,192 @@
+"""Checkpoints through vLLM itself, on the CPU: transformers' tokens, two ranks, the server; see make test-vllm."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, OPTConfig
+
+import quantkit
+from quantkit.jobs.quantize import quantize_model
+from quantkit.recipe import parse_recipe
+from tests.serving.tokens import NEW_TOKENS
+from tests.tiny import POSITIONS, VOCABULARY, save_model
+
+pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm has its own environment")
+
+PROMPTS = [[5, 40, 100, 7, 22], [60, 61, 62], [300, 10, 20, 30, 40, 50, 60]]
+START_SECONDS = 300
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+# vLLM's attention on a CPU takes heads of 32; four of them, two of k and v
+LLAMA = LlamaConfig(
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=POSITIONS,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+OPT = OPTConfig(
+    hidden_size=128,
+    ffn_dim=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=POSITIONS,
+    word_embed_proj_dim=128,
+    bos_token_id=0,
+    eos_token_id=0,
+    pad_token_id=1,
+)
+BCQ = {"schema": 1, "method": "bcq", "settings": {"weight_bits": 4, "group_size": 64}}
+RTN = {"schema": 1, "method": "rtn", "settings": {"weight_bits": 4, "group_size": 64}}
+MIXED = {
+    **RTN,
+    "keep": ["lm_head", "*.1.mlp.gate_proj"],
+    "layers": [
+        {"match": "*.k_proj", "weight_bits": 3, "group_size": 32},
+        {"match": "*.0.self_attn.v_proj", "weight_bits": 2, "group_size": -1},
+        {"match": "*.0.mlp.down_proj", "method": "bipolar", "weight_bits": 4, "act_bits": 16},
+    ],
+}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The checkpoints, by what they hold."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    made = {}
+    for name, config, recipe in (("llama", LLAMA, BCQ), ("opt", OPT, BCQ), ("mixed", LLAMA, MIXED)):
+        source = save_model(config, root / f"{name}-source", chat_template=CHAT)
+        made[name] = root / name
+        parsed = parse_recipe(recipe, name=name, where=name)
+        quantize_model(str(source), parsed, made[name], calibration=None, device="cpu", overwrite=False)
+    return made
+
+
+def environment(cache: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(cache), **more}
+
+
+def engine(folder: Path, out: Path, ranks: int = 1, load_format: str = "auto", **more: str) -> Any:
+    command = [sys.executable, "-m", "tests.serving.tokens", str(folder), str(ranks), load_format, json.dumps(PROMPTS)]
+    more |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if ranks == 1 else {}
+    return subprocess.run(
+        [*command, str(out)], env=environment(out.parent, **more), capture_output=True, text=True, check=False
+    )
+
+
+def served_tokens(folder: Path, out: Path, ranks: int = 1, **more: str) -> list[list[int]]:
+    done = engine(folder, out, ranks, **more)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers: list[list[int]] = json.loads(out.read_text())
+    return answers
+
+
+def expected_tokens(folder: Path) -> list[list[int]]:
+    model: Any = quantkit.load(str(folder), dtype=torch.float32)
+    return [
+        model.generate(
+            torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1
+        )[0, len(ids) :].tolist()
+        for ids in PROMPTS
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "mixed"])
+def test_tokens_are_those_of_transformers(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    assert served_tokens(folders[name], tmp_path / "out.json") == expected_tokens(folders[name])
+
+
+@pytest.mark.parametrize("name", ["llama", "mixed"])
+def test_two_ranks_give_the_same_tokens(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # vLLM wants a NUMA node for each rank otherwise
+    assert served_tokens(folders[name], tmp_path / "out.json", 2, **ranks) == expected_tokens(folders[name])
+
+
+def test_dummy_weights_run(folders: dict[str, Path], tmp_path: Path) -> None:
+    done = engine(folders["mixed"], tmp_path / "out.json", load_format="dummy")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_damaged_checkpoint_ends_the_engine_by_its_name(folders: dict[str, Path], tmp_path: Path) -> None:
+    for path in folders["opt"].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    done = engine(tmp_path, tmp_path / "out.json")
+    assert done.returncode != 0
+    assert "sha256 differs" in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def server(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of ``quantkit serve``."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "quantkit", "serve", str(folders["llama"]), "--port", str(port)]
+    options = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--served-model-name", "tiny"]
+    cache = tmp_path_factory.mktemp("server")
+    with (cache / "log").open("w") as log:
+        process = subprocess.Popen([*command, *options], env=environment(cache), stdout=log, stderr=log)
+        address = f"http://127.0.0.1:{port}"
+        try:
+            _wait(address, process, cache / "log")
+            yield address
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _wait(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    limit = time.monotonic() + START_SECONDS
+    while time.monotonic() < limit:
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            with urllib.request.urlopen(f"{address}/health"):
+                return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(1)
+    raise AssertionError(log.read_text()[-3000:])
+
+
+def ask(address: str, path: str, **question: Any) -> Any:
+    body = json.dumps({"model": "tiny", "max_tokens": NEW_TOKENS, "temperature": 0, **question}).encode()
+    request = urllib.request.Request(f"{address}{path}", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+def test_the_server_completes_with_transformers_tokens(server: str, folders: dict[str, Path]) -> None:
+    answer = ask(server, "/v1/completions", prompt=PROMPTS[0], ignore_eos=True, return_token_ids=True)
+    assert answer["choices"][0]["token_ids"] == expected_tokens(folders["llama"])[0]
+
+
+def test_the_server_chats(server: str) -> None:
+    answer = ask(server, "/v1/chat/completions", messages=[{"role": "user", "content": "the model"}], ignore_eos=True)
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+    assert answer["usage"]["completion_tokens"] == NEW_TOKENS
