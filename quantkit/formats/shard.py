@@ -54,7 +54,7 @@ def shard(
 
 
 def shard_spec(spec: Any, in_features: int, in_span: Span) -> Any:
-    """The spec of a shard, without the tensors; of flatten, where the map would say the number of columns, an even share.
+    """The spec of a shard, without the tensors; of flatten, whose map says how many columns, an even share.
 
     Raises CheckpointError as ``shard`` does.
     """
