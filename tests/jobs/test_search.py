@@ -117,7 +117,7 @@ def test_bits_per_weight_keep_the_budget_and_use_it(
 
 def test_plan_is_the_best_of_all_of_its_size(find: Any, tmp_path: Path) -> None:
     """Exchanging any two layers' options for others that fit the budget never lowers the predicted KL."""
-    find("plan", "bpw", 3.5, "measure=0")
+    find("plan", "bpw", 3.5, "measure=0", "merged=free")
     document = json.loads((tmp_path / "plan.json").read_text())
     layers = document["layers"]
     weights = sum(layer["shape"][0] * layer["shape"][1] for layer in layers.values())
@@ -187,7 +187,7 @@ def test_max_kl_is_kept_by_the_quantized_model(
     find: Any, tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path
 ) -> None:
     limit = 2e-4
-    result = find("plan", "kl", limit, "measure=0")
+    result = find("plan", "kl", limit, "measure=0", "merged=free")
     from quantkit.calibration.artifact import load_calibration
 
     reference, _ = load_model(str(tiny_model("opt")))
@@ -207,8 +207,32 @@ def test_per_type_gives_attention_and_ffn_one_option_each(find: Any, tmp_path: P
     fitting = [point for point in document["types"] if point["bits_per_weight"] <= 3.6]
     assert len(document["types"]) == len(OPTIONS) ** 2
     assert result.plan.predicted_kl == pytest.approx(min(point["predicted_kl"] for point in fitting), rel=1e-12)
-    free = find("free", "bpw", 3.6, "measure=0")
+    free = find("free", "bpw", 3.6, "measure=0", "merged=free")
     assert free.plan.predicted_kl <= result.plan.predicted_kl
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_linears_that_engines_merge_share_their_option(family: str, find: Any) -> None:
+    shared = find("shared", "bpw", 3.6, "measure=0", family=family).plan
+    for block in ("model.layers.{}.", "model.decoder.layers.{}."):
+        for index in range(2):
+            for group in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"):
+                found = {shared.options.get(block.format(index) + name) for name in group}
+                assert len(found) == 1
+    assert len(set(shared.options.values())) > 1
+    free = find("free", "bpw", 3.6, "measure=0", "merged=free", family=family).plan
+    assert free.predicted_kl <= shared.predicted_kl
+    assert any(len({free.options[name] for name in group}) > 1 for group in _attention_inputs(free.options))
+
+
+def _attention_inputs(options: Any) -> list[list[str]]:
+    return [[name, name.replace("q_", "k_"), name.replace("q_", "v_")] for name in options if "q_proj" in name]
+
+
+def test_a_kept_linear_leaves_the_others_of_its_product_together(find: Any) -> None:
+    options = find("plan", "bpw", 3.3, "measure=0", "keep=['*.k_proj']").plan.options
+    assert not any("k_proj" in name for name in options)
+    assert all(option == options[name.replace("q_", "v_")] for name, option in options.items() if "q_proj" in name)
 
 
 def test_method_settings_reach_the_plan(find: Any, tmp_path: Path) -> None:
@@ -225,11 +249,12 @@ def test_method_settings_reach_the_plan(find: Any, tmp_path: Path) -> None:
     [
         (("weight_bits=3",), "is what the search chooses"),
         (("per=block",), "choose layer or type"),
+        (("merged=yes",), "choose same or free"),
         (("measure=some",), "expected a number of layers"),
         (("method=flatten",), "which method flatten has not"),
         (("roundz=3",), "did you mean 'rounds'"),
     ],
-    ids=["bits", "per", "measure", "method", "setting"],
+    ids=["bits", "per", "merged", "measure", "method", "setting"],
 )
 def test_impossible_settings_are_refused(overrides: tuple[str, ...], message: str, find: Any, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=message):
