@@ -91,16 +91,19 @@ def environment(cache: Path, **more: str) -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, "VLLM_CACHE_ROOT": str(cache), **more}
 
 
-def engine(folder: Path, out: Path, ranks: int = 1, load_format: str = "auto", **more: str) -> Any:
-    command = [sys.executable, "-m", "tests.serving.tokens", str(folder), str(ranks), load_format, json.dumps(PROMPTS)]
+def engine(
+    folder: Path, out: Path, ranks: int = 1, *, load_format: str = "auto", mode: str = "eager", **more: str
+) -> Any:
+    options = [str(folder), str(ranks), load_format, mode, json.dumps(PROMPTS)]
+    command = [sys.executable, "-m", "tests.serving.tokens", *options]
     more |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if ranks == 1 else {}
     return subprocess.run(
         [*command, str(out)], env=environment(out.parent, **more), capture_output=True, text=True, check=False
     )
 
 
-def served_tokens(folder: Path, out: Path, ranks: int = 1, **more: str) -> list[list[int]]:
-    done = engine(folder, out, ranks, **more)
+def served_tokens(folder: Path, out: Path, ranks: int = 1, *, mode: str = "eager", **more: str) -> list[list[int]]:
+    done = engine(folder, out, ranks, mode=mode, **more)
     assert done.returncode == 0, done.stderr[-3000:]
     answers: list[list[int]] = json.loads(out.read_text())
     return answers
@@ -119,6 +122,10 @@ def expected_tokens(folder: Path) -> list[list[int]]:
 @pytest.mark.parametrize("name", ["llama", "opt", "mixed"])
 def test_tokens_are_those_of_transformers(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     assert served_tokens(folders[name], tmp_path / "out.json") == expected_tokens(folders[name])
+
+
+def test_a_compiled_model_gives_the_same_tokens(folders: dict[str, Path], tmp_path: Path) -> None:
+    assert served_tokens(folders["mixed"], tmp_path / "out.json", mode="compiled") == expected_tokens(folders["mixed"])
 
 
 @pytest.mark.parametrize("name", ["llama", "mixed"])

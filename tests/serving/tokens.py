@@ -1,6 +1,8 @@
 """Greedy tokens of a folder through vLLM's engine, as JSON; a program of its own, as engines end with their process.
 
-python -m tests.serving.tokens FOLDER RANKS LOAD_FORMAT PROMPTS OUT    PROMPTS: JSON, a list of lists of token ids
+python -m tests.serving.tokens FOLDER RANKS LOAD_FORMAT MODE PROMPTS OUT
+
+MODE: eager or compiled. PROMPTS: JSON, a list of lists of token ids.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ NEW_TOKENS = 16
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    folder, ranks, load_format, prompts, out = sys.argv[1:]
+    folder, ranks, load_format, mode, prompts, out = sys.argv[1:]
     engine = LLM(
         folder,
         dtype="float32",
-        enforce_eager=True,
+        enforce_eager=mode == "eager",
         load_format=load_format,
         max_model_len=128,
         max_num_seqs=4,
