@@ -20,6 +20,7 @@ from quantkit.errors import CalibrationError, OutputError, RecipeError, StatsErr
 from quantkit.evaluation.divergence import window_scores
 from quantkit.jobs.quantize import quantize_model
 from quantkit.jobs.search import Budget, SearchResult, search, search_settings
+from quantkit.models.families import merged_linears
 from quantkit.models.loading import load_model
 from quantkit.recipe import load_recipe
 from quantkit.search import table as table_module
@@ -212,21 +213,15 @@ def test_per_type_gives_attention_and_ffn_one_option_each(find: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
-def test_linears_that_engines_merge_share_their_option(family: str, find: Any) -> None:
-    shared = find("shared", "bpw", 3.6, "measure=0", family=family).plan
-    for block in ("model.layers.{}.", "model.decoder.layers.{}."):
-        for index in range(2):
-            for group in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"):
-                found = {shared.options.get(block.format(index) + name) for name in group}
-                assert len(found) == 1
-    assert len(set(shared.options.values())) > 1
-    free = find("free", "bpw", 3.6, "measure=0", "merged=free", family=family).plan
-    assert free.predicted_kl <= shared.predicted_kl
-    assert any(len({free.options[name] for name in group}) > 1 for group in _attention_inputs(free.options))
-
-
-def _attention_inputs(options: Any) -> list[list[str]]:
-    return [[name, name.replace("q_", "k_"), name.replace("q_", "v_")] for name in options if "q_proj" in name]
+def test_linears_that_engines_merge_share_their_option(
+    family: str, find: Any, tiny_model: Callable[[str], Path]
+) -> None:
+    groups = merged_linears(load_model(str(tiny_model(family)))[0])
+    shared, free = (find(each, "bpw", 3.6, "measure=0", f"merged={each}", family=family) for each in ("same", "free"))
+    used = [[{plan.options[name] for name in group} for group in groups] for plan in (shared.plan, free.plan)]
+    assert all(len(options) == 1 for options in used[0])
+    assert any(len(options) > 1 for options in used[1])
+    assert free.plan.predicted_kl <= shared.plan.predicted_kl
 
 
 def test_a_kept_linear_leaves_the_others_of_its_product_together(find: Any) -> None:

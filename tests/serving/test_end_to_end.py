@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, OPTConfig
 
 import quantkit
@@ -28,6 +29,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm has it
 
 PROMPTS = [[5, 40, 100, 7, 22], [60, 61, 62], [300, 10, 20, 30, 40, 50, 60]]
 START_SECONDS = 300
+RANK = 8
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 # vLLM's attention on a CPU takes heads of 32; four of them, two of k and v
 LLAMA = LlamaConfig(
@@ -92,9 +94,16 @@ def environment(cache: Path, **more: str) -> dict[str, str]:
 
 
 def engine(
-    folder: Path, out: Path, ranks: int = 1, *, load_format: str = "auto", mode: str = "eager", **more: str
+    folder: Path,
+    out: Path,
+    ranks: int = 1,
+    *,
+    load_format: str = "auto",
+    mode: str = "eager",
+    adapter: str = "none",
+    **more: str,
 ) -> Any:
-    options = [str(folder), str(ranks), load_format, mode, json.dumps(PROMPTS)]
+    options = [str(folder), str(ranks), load_format, mode, adapter, json.dumps(PROMPTS)]
     command = [sys.executable, "-m", "tests.serving.tokens", *options]
     more |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if ranks == 1 else {}
     return subprocess.run(
@@ -102,15 +111,18 @@ def engine(
     )
 
 
-def served_tokens(folder: Path, out: Path, ranks: int = 1, *, mode: str = "eager", **more: str) -> list[list[int]]:
-    done = engine(folder, out, ranks, mode=mode, **more)
+def served_tokens(folder: Path, out: Path, ranks: int = 1, **more: Any) -> list[list[int]]:
+    done = engine(folder, out, ranks, **more)
     assert done.returncode == 0, done.stderr[-3000:]
     answers: list[list[int]] = json.loads(out.read_text())
     return answers
 
 
 def expected_tokens(folder: Path) -> list[list[int]]:
-    model: Any = quantkit.load(str(folder), dtype=torch.float32)
+    return transformers_tokens(quantkit.load(str(folder), dtype=torch.float32))
+
+
+def transformers_tokens(model: Any) -> list[list[int]]:
     return [
         model.generate(
             torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1
@@ -132,6 +144,27 @@ def test_a_compiled_model_gives_the_same_tokens(folders: dict[str, Path], tmp_pa
 def test_two_ranks_give_the_same_tokens(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # vLLM wants a NUMA node for each rank otherwise
     assert served_tokens(folders[name], tmp_path / "out.json", 2, **ranks) == expected_tokens(folders[name])
+
+
+def test_a_lora_adapter_adds_to_quantized_linears(folders: dict[str, Path], tmp_path: Path) -> None:
+    model: Any = quantkit.load(str(folders["mixed"]), dtype=torch.float32)
+    tensors = {}
+    for name in ("q_proj", "v_proj"):
+        for index, layer in enumerate(model.model.layers):
+            linear = getattr(layer.self_attn, name)
+            down = torch.randn(RANK, linear.in_features) / linear.in_features**0.5
+            up = torch.randn(linear.out_features, RANK)
+            linear.register_forward_hook(lambda _m, x, y, down=down, up=up: y + x[0] @ down.T @ up.T)
+            prefix = f"base_model.model.model.layers.{index}.self_attn.{name}"
+            tensors |= {f"{prefix}.lora_A.weight": down, f"{prefix}.lora_B.weight": up}
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (adapter / "adapter_config.json").write_text(json.dumps(about))
+    served = served_tokens(folders["mixed"], tmp_path / "out.json", adapter=str(adapter))
+    assert served == transformers_tokens(model)
+    assert served != expected_tokens(folders["mixed"])
 
 
 def test_dummy_weights_run(folders: dict[str, Path], tmp_path: Path) -> None:
