@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quantkit.formats.bcq import BcqSpec
 from quantkit.formats.table import format_name
@@ -33,6 +34,8 @@ from tests.integrations.vllm_layers import (
     stored,
     weight_of,
 )
+
+FP16_RTOL = 1e-2  # two kernels' sums of 128 products of fp16
 
 
 @pytest.fixture(autouse=True)
@@ -187,3 +190,25 @@ def test_names_are_translated_to_vllms() -> None:
     assert config.get_quant_method(vllm_stub.LinearBase(), "model.transformer.h.0.fc").names == [
         "model.transformer.h.0.fc"
     ]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_a_gpu_takes_the_kernels_order_and_a_graph_the_same_bits(spec: Any) -> None:
+    linears, gpu = attention((spec, spec, spec)), torch.device("cuda")
+    with gpu:
+        layer, method = loaded_attention({name: (own, on(tensors, gpu)) for name, (own, tensors) in linears.items()})
+    # of weights in the hundreds (8-bit scales) the sums must stay within fp16
+    x = torch.randn(TOKENS, K, dtype=torch.float16, device=gpu) * (1e-2 if isinstance(spec, BcqSpec) else 1)
+    y = method.apply(layer, x)  # also loads the kernels, as an engine's warm-up does
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = method.apply(layer, x)
+    graph.replay()
+    assert torch.equal(captured, y)
+    expected = [product_of(own, on(tensors, gpu), x) for own, tensors in linears.values()]
+    torch.testing.assert_close(y, torch.cat(expected, -1), rtol=FP16_RTOL, atol=FP16_RTOL * float(y.abs().max()))
+
+
+def on(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}

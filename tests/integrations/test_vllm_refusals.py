@@ -97,12 +97,22 @@ def test_a_shape_that_the_models_config_does_not_build_is_refused() -> None:
         built(config_of(linears), "model.layers.0.mlp.fc", [32], 32)
 
 
-def test_columns_that_cannot_be_cut_are_refused() -> None:
+def test_columns_that_cannot_be_cut_are_refused_before_anything_is_read() -> None:
     name = "model.layers.0.self_attn.o_proj"
-    linears = stored(name, BCQ, (Q_ROWS, K))
-    layer, _ = built(config_of(linears), name, [Q_ROWS], Q_ROWS, K // 32, rank=1, ranks=32)
-    with pytest.raises(CheckpointError, match="within a byte"):
-        vllm_stub.feed(layer, linears[name][1])
+    config = config_of(stored(name, BCQ, (Q_ROWS, K)))
+    with pytest.raises(CheckpointError, match=r"o_proj: .*within a byte"):
+        built(config, name, [Q_ROWS], Q_ROWS, K // 32, rank=1, ranks=32)
+
+
+def test_groups_too_fine_for_the_fastest_kernels_are_told() -> None:
+    name = "model.layers.0.self_attn.o_proj"
+    config = config_of(stored(name, BCQ, (Q_ROWS, K)))
+    vllm_stub.Logger.said.clear()
+    built(config, name, [Q_ROWS], Q_ROWS, K // 4, rank=1, ranks=4)
+    assert vllm_stub.Logger.said == []
+    built(config, name, [Q_ROWS], Q_ROWS, K // 8, rank=1, ranks=8)
+    assert len(vllm_stub.Logger.said) == 1
+    assert "groups of 16" in vllm_stub.Logger.said[0]
 
 
 def test_a_newer_format_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import Tensor, nn
@@ -38,6 +38,15 @@ class ParallelLMHead(nn.Module):
     """No LinearBase in vLLM either."""
 
 
+class Logger:
+    """vLLM's, which says a thing once."""
+
+    said: ClassVar[list[str]] = []
+
+    def warning_once(self, message: str, *arguments: object) -> None:
+        self.said.append(message % arguments)
+
+
 REGISTERED: dict[str, Any] = {}
 
 
@@ -55,6 +64,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     contents: dict[str, dict[str, Any]] = {
         "vllm": {},
         "vllm.config": {"get_current_vllm_config": lambda: SETTINGS},
+        "vllm.logger": {"init_logger": lambda name: Logger()},
         "vllm.model_executor": {},
         layers: {},
         f"{layers}.linear": {

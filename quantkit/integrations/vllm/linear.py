@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase
 
 from quantkit.checkpoint.config import StoredLayer
@@ -29,6 +30,8 @@ from quantkit.nn.table import LINEARS
 if TYPE_CHECKING:
     from quantkit.integrations.vllm.config import QuantkitConfig
 
+_LOGGER = init_logger(__name__)
+_FINEST_GROUP = 32  # of the kernels on tensor cores
 _PLAIN = "weight"
 _ATTENTION_INPUTS = {"q": 0, "k": 1, "v": 2}
 
@@ -78,6 +81,14 @@ class QuantkitLinearMethod(LinearMethodBase):
         self.dummy = get_current_vllm_config().load_config.load_format == DUMMY_WEIGHTS
         device = torch.empty(0).device  # vLLM builds its models under their device
         self.parts = parts_of(self.names, self.stored, cut, params_dtype, device)
+        for part in self.parts:
+            if part.finer_group is not None and part.finer_group < _FINEST_GROUP:
+                _LOGGER.warning_once(
+                    "quantkit: %s, cut along K over %d ranks, has groups of %d: the fastest kernels take no such groups",
+                    part.name,
+                    cut.ranks,
+                    part.finer_group,
+                )
         for name in self._stored_names():
             entrance = nn.Parameter(torch.empty(0), requires_grad=False)
             entrance.weight_loader = _loader(self, name)  # type: ignore[attr-defined]  # as vLLM's own Parameters have

@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit.checkpoint.config import StoredLayer
 from quantkit.errors import CheckpointError, refusing
 from quantkit.formats.base import TensorSpec
+from quantkit.formats.bcq import ROW_WISE
 from quantkit.formats.shard import Span, shard, shard_spec
 from quantkit.formats.table import FORMATS, format_name
 
@@ -83,6 +84,15 @@ class Part:
     spec: Any = None
     held: dict[str, Tensor] | None = None
     arrived: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def finer_group(self) -> int | None:
+        """The group size of this rank's columns, where cutting them made groups finer than the stored ones."""
+        stored = getattr(self.stored and self.stored.spec, "group_size", None)
+        kept = (
+            None if stored is None or self.stored is None else shard_spec(self.stored.spec, self.shape[1], self.in_span)
+        )
+        return None if kept is None or kept.group_size in (stored, ROW_WISE) else int(kept.group_size)
 
     @property
     def kept_shape(self) -> tuple[int, int]:
@@ -158,7 +168,7 @@ def parts_of(
     """The parts of one vLLM layer, in its order along N.
 
     names, stored: of the Linears behind it; one where they are fused on disk as well.
-    Raises CheckpointError where a stored shape is not the one that the model's config builds.
+    Raises CheckpointError where a stored shape is not the one that the model's config builds, or cannot be cut.
     """
     sizes = [cut.whole_features(index) for index in range(len(cut.out_features))]
     spans = [cut.span(index) for index in range(len(sizes))]
@@ -173,10 +183,20 @@ def parts_of(
     parts = []
     for name, layer, size, own in zip(names, stored, sizes, own_spans, strict=True):
         built = size, cut.in_features
-        if layer is not None and layer.shape != built:
-            raise CheckpointError(f"{name}: config.json builds it as {built}, stored is {layer.shape}")
+        if layer is not None:
+            _check_layer(name, layer, built, cut.in_span)
         parts.append(Part(name, layer, built, own, cut.in_span, dtype, device))
     return parts
+
+
+def _check_layer(name: str, layer: StoredLayer, built: tuple[int, int], in_span: Span) -> None:
+    """Before anything is read: whether it is the model's, and can be cut there."""
+    if layer.shape != built:
+        raise CheckpointError(f"{name}: config.json builds it as {built}, stored is {layer.shape}")
+    try:
+        shard_spec(layer.spec, layer.shape[1], in_span)
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from error
 
 
 def _copied(tensor: Tensor, device: torch.device) -> Tensor:
