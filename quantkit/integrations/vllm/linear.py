@@ -84,7 +84,7 @@ class QuantkitLinearMethod(LinearMethodBase):
         for part in self.parts:
             if part.finer_group is not None and part.finer_group < _FINEST_GROUP:
                 _LOGGER.warning_once(
-                    "quantkit: %s, cut along K over %d ranks, has groups of %d: the fastest kernels take no such groups",
+                    "quantkit: %s, cut along K over %d ranks, has groups of %d, which the fastest kernels lack",
                     part.name,
                     cut.ranks,
                     part.finer_group,
