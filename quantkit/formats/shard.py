@@ -46,11 +46,11 @@ def shard(
     """
     along_n = _along_n(spec, shape)
     kept = {name: _take_rows(tensors[name], out_spans) if grows else tensors[name] for name, grows in along_n}
-    if in_span == (0, shape[1]):
+    if in_span == (0, shape[-1]):
         return spec, kept
     if isinstance(spec, FlattenSpec):
         return _take_channels(spec, kept, in_span)
-    return _take_columns(spec, kept, shape[1], in_span)
+    return _take_columns(spec, kept, shape[-1], in_span)
 
 
 def shard_spec(spec: Any, in_features: int, in_span: Span) -> Any:
@@ -78,7 +78,7 @@ def join(spec: Any, parts: Sequence[Tensors], in_features: int) -> dict[str, Ten
 def _along_n(spec: Any, shape: Shape) -> list[tuple[str, bool]]:
     """Every stored tensor, and whether it grows with N."""
     row = FORMATS[format_name(spec)]
-    more = row.tensors(spec, (shape[0] + 1, shape[1]))
+    more = row.tensors(spec, (shape[0] + 1, *shape[1:]))
     return [(name, tensor != more[name]) for name, tensor in row.tensors(spec, shape).items()]
 
 

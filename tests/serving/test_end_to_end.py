@@ -20,10 +20,14 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, OPTConfig
 
 import quantkit
+from quantkit.calibration.artifact import save_calibration
+from quantkit.calibration.runner import calibrate
+from quantkit.data.corpora import Corpus
 from quantkit.jobs.quantize import quantize_model
+from quantkit.models.loading import load_model
 from quantkit.recipe import parse_recipe
 from tests.serving.tokens import NEW_TOKENS
-from tests.tiny import POSITIONS, VOCABULARY, save_model
+from tests.tiny import POSITIONS, VOCABULARY, sample_text, save_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm has its own environment")
 
@@ -57,6 +61,8 @@ OPT = OPTConfig(
 )
 BCQ = {"schema": 1, "method": "bcq", "settings": {"weight_bits": 4, "group_size": 64}}
 RTN = {"schema": 1, "method": "rtn", "settings": {"weight_bits": 4, "group_size": 64}}
+FLATTEN = {"schema": 1, "method": "flatten", "settings": {"bits": 8}}
+W4A8 = {"schema": 1, "method": "bipolar", "settings": {"weight_bits": 4, "act_bits": 8}}
 MIXED = {
     **RTN,
     "keep": ["lm_head", "*.1.mlp.gate_proj"],
@@ -65,6 +71,13 @@ MIXED = {
         {"match": "*.0.self_attn.v_proj", "weight_bits": 2, "group_size": -1},
         {"match": "*.0.mlp.down_proj", "method": "bipolar", "weight_bits": 4, "act_bits": 16},
     ],
+}
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # family, recipe, whether it needs calibration
+    "llama": ("llama", BCQ, False),
+    "opt": ("opt", BCQ, False),
+    "mixed": ("llama", MIXED, False),
+    "flatten": ("llama", FLATTEN, True),
+    "w4a8": ("llama", W4A8, True),
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -80,12 +93,18 @@ ENVIRONMENT = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The checkpoints, by what they hold."""
     root = tmp_path_factory.mktemp("checkpoints")
+    sources = {
+        config.model_type: save_model(config, root / config.model_type, chat_template=CHAT) for config in (LLAMA, OPT)
+    }
+    loaded, tokenizer = load_model(str(sources["llama"]))
+    text = Corpus("sample", (sample_text(),))
+    save_calibration(calibrate(loaded, tokenizer, text, name="llama", windows=4, seq_len=64, seed=0), root / "c")
     made = {}
-    for name, config, recipe in (("llama", LLAMA, BCQ), ("opt", OPT, BCQ), ("mixed", LLAMA, MIXED)):
-        source = save_model(config, root / f"{name}-source", chat_template=CHAT)
-        made[name] = root / name
+    for name, (family, recipe, calibrated) in CHECKPOINTS.items():
+        made[name] = root / f"quantized-{name}"
         parsed = parse_recipe(recipe, name=name, where=name)
-        quantize_model(str(source), parsed, made[name], calibration=None, device="cpu", overwrite=False)
+        calibration = root / "c" if calibrated else None
+        quantize_model(str(sources[family]), parsed, made[name], calibration=calibration, device="cpu", overwrite=False)
     return made
 
 
@@ -131,7 +150,7 @@ def transformers_tokens(model: Any) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "mixed"])
+@pytest.mark.parametrize("name", CHECKPOINTS)
 def test_tokens_are_those_of_transformers(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     assert served_tokens(folders[name], tmp_path / "out.json") == expected_tokens(folders[name])
 
@@ -140,7 +159,7 @@ def test_a_compiled_model_gives_the_same_tokens(folders: dict[str, Path], tmp_pa
     assert served_tokens(folders["mixed"], tmp_path / "out.json", mode="compiled") == expected_tokens(folders["mixed"])
 
 
-@pytest.mark.parametrize("name", ["llama", "mixed"])
+@pytest.mark.parametrize("name", ["llama", "mixed", "flatten"])
 def test_two_ranks_give_the_same_tokens(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # vLLM wants a NUMA node for each rank otherwise
     assert served_tokens(folders[name], tmp_path / "out.json", 2, **ranks) == expected_tokens(folders[name])
