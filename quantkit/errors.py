@@ -50,6 +50,10 @@ class GenerationError(QuantkitError):
     """A prompt that a model cannot continue."""
 
 
+class ServingError(QuantkitError):
+    """A checkpoint that cannot be served with what is installed."""
+
+
 class BenchError(QuantkitError):
     """A measurement that must not be reported (wrong result, above the hardware's peak)."""
 

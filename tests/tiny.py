@@ -76,8 +76,13 @@ def sample_text(words: int = 6000, seed: int = 0) -> str:
 
 def save_tiny_model(family: str, folder: Path, seed: int = 0) -> Path:
     """Write a random model of the family and a byte-level tokenizer trained on sample_text to ``folder``."""
+    return save_model(CONFIGS[family], folder, seed)
+
+
+def save_model(config: PretrainedConfig, folder: Path, seed: int = 0, chat_template: str | None = None) -> Path:
+    """The same for any config of VOCABULARY tokens."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -92,5 +97,6 @@ def save_tiny_model(family: str, folder: Path, seed: int = 0) -> Path:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="</s>", eos_token="</s>", pad_token="<pad>", model_max_length=POSITIONS
     )
+    fast.chat_template = chat_template
     fast.save_pretrained(folder)
     return folder

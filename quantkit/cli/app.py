@@ -19,6 +19,7 @@ from quantkit.cli.quantize import quantize
 from quantkit.cli.recipes import recipes
 from quantkit.cli.report import report
 from quantkit.cli.search import search
+from quantkit.cli.serve import CONTEXT, serve
 
 app = typer.Typer(
     cls=Program,
@@ -48,6 +49,7 @@ app.command()(search)
 app.add_typer(evaluate_app, name="eval")
 app.add_typer(bench_app, name="bench")
 app.command()(generate)
+app.command(context_settings=CONTEXT)(serve)
 app.command()(compare)
 app.command()(report)
 app.command()(inspect)

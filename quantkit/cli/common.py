@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -117,6 +118,13 @@ def print_line(line: str) -> None:
     """One line on stdout. Raises OutputError for a stdout that is full or closed."""
     with _printing():
         typer.echo(printable(line))
+
+
+def print_text(text: str) -> None:
+    """Text of a model on stdout as it is, at once, but for what a terminal would obey. Raises OutputError likewise."""
+    with _printing():
+        typer.echo("".join(char if char in "\n\t" else printable(char) for char in text), nl=False)
+        sys.stdout.flush()
 
 
 def _printing() -> refusing:

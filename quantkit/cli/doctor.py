@@ -21,6 +21,7 @@ def doctor(json_path: JsonOption = None) -> None:
             "GPUs": ", ".join(f"{gpu.name} ({gpu.verified})" for gpu in diagnosis.gpus) or "none",
             "kernels": diagnosis.kernels,
             "CPU": "half-precision products run" if failure is None else failure_advice(failure),
+            "serving": diagnosis.serving,
         }
     )
     print_table(

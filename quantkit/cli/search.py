@@ -25,8 +25,9 @@ def search(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="per=layer|type, measure=LAYERS whose KL is measured, most sensitive first (default: all; 0: faster), "
-            "device=cuda, method, keep, or a setting of the method; repeatable.",
+            help="per=layer|type, merged=same|free (same, the default: one choice for q, k, v and for gate, up, "
+            "which engines run as one product), measure=LAYERS whose KL is measured, most sensitive first "
+            "(default: all; 0: faster), device=cuda, method, keep, or a setting of the method; repeatable.",
         ),
     ] = None,
 ) -> None:

@@ -13,6 +13,8 @@ import torch
 from quantkit.cpu import half_precision_failure
 from quantkit.cuda.architectures import ARCHITECTURES, Capability, architecture, capabilities
 from quantkit.errors import KernelError
+from quantkit.integrations.vllm import TESTED_VERSIONS
+from quantkit.jobs.serve import VLLM_DISTRIBUTIONS, serving_problem
 from quantkit.ops.bipolar.plan import path_table
 
 # package -> (what it is for, the extra that installs it)
@@ -29,12 +31,14 @@ _PACKAGES: dict[str, tuple[str, str]] = {
     "lm_eval": ("eval tasks", "eval"),
     "matplotlib": ("plots", "plot"),
     "nvidia-ml-py": ("energy per product", "energy"),
+    "vllm": ("serving", "vllm"),
 }
 # one package, several distributions: by CUDA version
 _DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
     "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
     "nvidia-cuda-nvrtc": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
     "nvidia-cuda-runtime": ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+    "vllm": VLLM_DISTRIBUTIONS,
 }
 
 
@@ -68,6 +72,7 @@ class Diagnosis:
     """Everything ``quantkit doctor`` prints. generations: the capability table of every known GPU generation.
 
     half_precision: how a process that multiplies bf16 and fp16 on the CPU ends, such as "SIGILL"; None: it survives.
+    serving: whether vLLM is there and sees quantkit's plugin.
     """
 
     python: str
@@ -78,6 +83,7 @@ class Diagnosis:
     generations: dict[str, tuple[Capability, ...]]
     kernels: str
     half_precision: str | None
+    serving: str
 
     def to_json(self) -> Mapping[str, Any]:
         """All of it as a JSON document."""
@@ -97,6 +103,7 @@ def diagnose() -> Diagnosis:
         generations={row.heading: capabilities(row) for row in ARCHITECTURES.values()},
         kernels=_kernel_verdict(packages, gpus),
         half_precision=half_precision_failure(),
+        serving=serving_problem() or f"vLLM sees quantkit's plugin (tested with vLLM {TESTED_VERSIONS})",
     )
 
 

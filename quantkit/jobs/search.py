@@ -18,7 +18,7 @@ from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeErr
 from quantkit.evaluation.divergence import window_scores
 from quantkit.jobs.quantize import quantize_model
 from quantkit.methods import check_recipe, plan_layers
-from quantkit.models.families import block_linears
+from quantkit.models.families import block_linears, merged_linears
 from quantkit.models.loading import is_quantized, load_model, stored_dtype
 from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_settings
 from quantkit.search.document import plan_document, plan_recipe, plan_text
@@ -62,6 +62,7 @@ class Budget:
 class SearchSettings:
     """base: the recipe that every layer starts from. per: layer or type. device: where to compute.
 
+    merged: "same" gives Linears that engines run as one product (q, k, v; gate, up) one option, "free" each its own.
     measure: how many of the most sensitive layers have their KL measured; -1 all, 0 none.
     """
 
@@ -69,6 +70,7 @@ class SearchSettings:
     per: Mode = "layer"
     measure: int = -1
     device: str = "cpu"
+    merged: str = "same"
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,13 @@ class SearchResult:
 
 
 def search_settings(settings: Sequence[str]) -> SearchSettings:
-    """Settings from ``key=value``: method and keep, per, measure and device, and the method's own.
+    """Settings from ``key=value``: method and keep, per, merged, measure and device, and the method's own.
 
     Raises RecipeError for anything else.
     """
     document = with_settings({"schema": SCHEMA, "method": "bcq", "settings": {}}, settings)
-    own = {key: document["settings"].pop(key) for key in ("per", "measure", "device") if key in document["settings"]}
+    keys = ("per", "merged", "measure", "device")
+    own = {key: document["settings"].pop(key) for key in keys if key in document["settings"]}
     recipe = parse_recipe(document, name="search", where="`settings`")
     if recipe.attention_bits is not None:
         raise RecipeError("`settings` attention_bits: no matter of the search; set it when the plan is applied")
@@ -100,6 +103,8 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
         raise RecipeError(f"`settings` {chosen[0]}: is what the search chooses; give widths and groups to choose from")
     if own.get("per", "layer") not in ("layer", "type"):
         raise RecipeError(f"`settings` per={own['per']}: choose layer or type")
+    if own.get("merged", "same") not in ("same", "free"):
+        raise RecipeError(f"`settings` merged={own['merged']}: choose same or free")
     if not isinstance(own.get("measure", -1), int) or isinstance(own.get("measure"), bool):
         raise RecipeError(f"`settings` measure={own['measure']}: expected a number of layers, -1 for all")
     if not isinstance(own.get("device", "cpu"), str):
@@ -157,7 +162,8 @@ def _find(source: _Source, options: Sequence[Option], budget: Budget) -> tuple[S
     if settings.measure:
         measure_layers(loaded, artifact, table, options, settings.measure, method=method, cache=cache)
         table = build_table(loaded, artifact, source.layers, options, method=method, cache=cache)
-    problem = Problem(table, options, corrected_losses(table, options))
+    merged = merged_linears(loaded) if settings.merged == "same" else []
+    problem = Problem(table, options, corrected_losses(table, options), merged)
     files = _file_sizes(loaded, table, source.model, budget)
     plan, measured = _solve(problem, budget, files, source)
     total = files.fixed + int(sum(files.sizes[key] for key in plan.options.items()))
@@ -168,6 +174,7 @@ def _find(source: _Source, options: Sequence[Option], budget: Budget) -> tuple[S
         "method": method.name,
         "settings": dict(method.settings),
         "per": settings.per,
+        "merged": settings.merged,
         "budget": asdict(budget),
         "calibration": artifact.meta.to_json(),
         "bits_per_weight": bits,

@@ -284,6 +284,19 @@ def block_linears(model: nn.Module) -> dict[str, nn.Module]:
     return linears
 
 
+def merged_linears(model: nn.Module) -> list[tuple[str, ...]]:
+    """Full names of the Linears of each block that read one input (q, k, v; gate, up): engines run them as one product.
+
+    Empty for an architecture whose blocks no row describes.
+    """
+    row = family_of(model).block
+    if row is None:
+        return []
+    ffn = (row.source,) if row.gate is None else (row.gate, row.source)
+    groups = [group for group in (row.attention.inputs, ffn) if len(group) > 1]
+    return [tuple(f"{prefix}.{name}" for name in group) for prefix, _ in decoder_blocks(model) for group in groups]
+
+
 def feeds_of(model: nn.Module) -> list[Feed]:
     """The feeds that hold exactly for this model; the names are relative to each decoder block."""
     config = getattr(model, "config", None)

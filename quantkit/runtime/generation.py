@@ -1,4 +1,4 @@
-"""Greedy generation with a static KV cache; on a GPU every token is one replay of a captured CUDA graph."""
+"""Generation with a static KV cache; on a GPU every token is one replay of a captured CUDA graph."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from quantkit.models.families import known_family
 from quantkit.runtime.cuda_graph import DEVICE_LOCK, capture
 from quantkit.runtime.decoder_block import token_blocks
 from quantkit.runtime.norms import fast_norm
+from quantkit.runtime.sampling import Draw
 from quantkit.runtime.twin import Forward, is_watched, twin_of
 
 _WARM_UP_STEPS = 2
@@ -31,10 +32,11 @@ class TokenModel:
 
 @dataclass(frozen=True)
 class Session:
-    """One prompt being continued; all tensors stay where they are, so that a graph can replay on them.
+    """Some prompts being continued at once; all tensors stay where they are, so that a graph can replay on them.
 
-    token: [1, 1] the last token. position: [1] its position, equal to the tokens in the cache. tokens: [1, capacity].
-    alibi: whether the model makes its positions from a two-dimensional mask. fast: as start takes it.
+    token: [B, 1] the last token of each. position: [1] its place, equal to the tokens in the cache.
+    tokens: [B, capacity]. alibi: whether the model makes its positions from a two-dimensional mask.
+    fast, padding, draw: as start takes them.
     """
 
     model: Any
@@ -45,6 +47,8 @@ class Session:
     tokens: Tensor
     alibi: bool
     fast: bool
+    padding: Tensor | None = None
+    draw: Draw | None = None
 
     @cached_property
     def decoder(self) -> TokenModel:
@@ -54,21 +58,28 @@ class Session:
 
 def _mask(session: Session, positions: Tensor) -> Tensor:
     """Which cache entries the tokens at ``positions`` may see."""
-    device = session.token.device
-    if session.alibi:
-        return torch.ones(1, session.capacity, dtype=torch.long, device=device)
+    device, padding = session.token.device, session.padding
     entries = torch.arange(session.capacity, device=device)
-    return (entries[None, :] <= positions[:, None])[None, None]
+    if session.alibi:
+        every = torch.ones(len(session.token), session.capacity, dtype=torch.long, device=device)
+        return every if padding is None else every * (entries >= padding[:, None])
+    seen = (entries[None, :] <= positions[:, None])[None, None]
+    if padding is None:
+        return seen
+    # What stands in for a token sees itself: of nothing at all, attention gives NaN, which would spread.
+    own = entries[None, :] == positions[:, None]
+    return seen & ((entries >= padding[:, None])[:, None, None] | own)
 
 
 def _forward(model: Any, session: Session, ids: Tensor, first: Tensor) -> Tensor:
-    """Logits [1, vocabulary] after ids [1, count]."""
+    """Logits [B, vocabulary] after ids [B, count]."""
     count = ids.shape[1]
-    positions = first if count == 1 else first + torch.arange(count, device=ids.device)
+    places = first if count == 1 else first + torch.arange(count, device=ids.device)
+    positions = places[None] if session.padding is None else (places[None] - session.padding[:, None]).clamp(min=0)
     output = model(
         input_ids=ids,
-        attention_mask=_mask(session, positions),
-        **({} if session.alibi else {"position_ids": positions[None]}),
+        attention_mask=_mask(session, places),
+        **({} if session.alibi else {"position_ids": positions}),
         past_key_values=session.cache,
         use_cache=True,
         logits_to_keep=1,
@@ -77,11 +88,20 @@ def _forward(model: Any, session: Session, ids: Tensor, first: Tensor) -> Tensor
     return logits
 
 
-def start(model: Any, ids: Tensor, capacity: int, *, fast: bool | None = None) -> Session:
-    """Read the prompt ids [1, count] into a cache for ``capacity`` tokens or some more and choose the first new token.
+def start(
+    model: Any,
+    ids: Tensor,
+    capacity: int,
+    *,
+    fast: bool | None = None,
+    padding: Tensor | None = None,
+    draw: Draw | None = None,
+) -> Session:
+    """Read prompts, ids [B, count], into a cache for ``capacity`` tokens or some more and choose their next tokens.
 
-    The prompt is read by the model's own code. fast: whether single tokens run through ``token_model``, whose kernels
-    are a GPU's; by default on a GPU.
+    The prompts are read by the model's own code. fast: whether single tokens run through ``token_model``, whose kernels
+    are a GPU's and for one prompt; by default there. padding: [B] how many of each prompt's first ids stand for none.
+    draw: what chooses a token; by default the most probable one is taken.
     Raises GenerationError for a prompt of no tokens, or where prompt and answer do not fit the model's positions or its
     sliding window.
     """
@@ -96,11 +116,13 @@ def start(model: Any, ids: Tensor, capacity: int, *, fast: bool | None = None) -
         model,
         cache,
         capacity,
-        token=torch.zeros(1, 1, dtype=torch.long, device=device),
+        token=torch.zeros(len(ids), 1, dtype=torch.long, device=device),
         position=torch.zeros(1, dtype=torch.long, device=device),
-        tokens=torch.zeros(1, capacity, dtype=torch.long, device=device),
+        tokens=torch.zeros(len(ids), capacity, dtype=torch.long, device=device),
         alibi=family is not None and family.alibi,
-        fast=device.type == "cuda" if fast is None else fast,
+        fast=device.type == "cuda" and len(ids) == 1 if fast is None else fast,
+        padding=padding,
+        draw=draw,
     )
     session.tokens[:, : ids.shape[1]] = ids
     with torch.no_grad():
@@ -149,13 +171,13 @@ def _static_cache(model: Any, needed: int) -> tuple[Any, int]:
 
 
 def _choose(session: Session, logits: Tensor, count: int) -> None:
-    session.token.copy_(logits.argmax(-1, keepdim=True))
+    session.token.copy_(logits.argmax(-1, keepdim=True) if session.draw is None else session.draw(logits))
     session.position.add_(count)
     session.tokens.index_copy_(1, session.position, session.token)
 
 
 def next_logits(session: Session) -> Tensor:
-    """Logits [1, vocabulary] after the last token, whose keys and values are cached on the way."""
+    """Logits [B, vocabulary] after the last tokens, whose keys and values are cached on the way."""
     with torch.no_grad():
         logits = _forward(session.decoder.model, session, session.token, session.position)
         counts = [session.cache.layers[index].cumulative_length for index in session.decoder.layers]
@@ -182,14 +204,29 @@ def captured_step(session: Session) -> Callable[[], None]:
         [layer.cumulative_length.clone() for layer in _layers(session)],
     )
 
-    def step_and_back() -> None:
-        step(session)
+    logits: list[Tensor] = []
+
+    def captured() -> None:
+        if session.draw is None:
+            step(session)
+        else:  # drawing stays outside: its generator counts on the host
+            logits[:] = [next_logits(session)]
+
+    def captured_and_back() -> None:
+        captured()
         _rewind(session, *kept)
 
-    graph = capture([lambda: step(session)], session.token.device, warm_up=[step_and_back] * _WARM_UP_STEPS)
+    graph = capture([captured], session.token.device, warm_up=[captured_and_back] * _WARM_UP_STEPS)
     _rewind(session, *kept)
-    replay: Callable[[], None] = graph.replay
-    return replay
+    if session.draw is None:
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+    def replay_and_draw() -> None:
+        graph.replay()
+        _choose(session, logits[0], 1)
+
+    return replay_and_draw
 
 
 def _layers(session: Session) -> Iterator[Any]:
@@ -203,16 +240,23 @@ def _rewind(session: Session, token: Tensor, position: Tensor, lengths: list[Ten
         layer.cumulative_length.copy_(length)
 
 
-def generate(model: Any, ids: Tensor, new_tokens: int, *, stop: int | None = None, fast: bool | None = None) -> Tensor:
-    """The prompt ids [1, count] and up to ``new_tokens`` greedy tokens, ending with ``stop`` where it comes.
+def new_tokens(session: Session, count: int) -> Iterator[Tensor]:
+    """The next ``count`` tokens [B, 1], from the one that ``start`` chose on; each overwrites the one before."""
+    yield session.token
+    advance = captured_step(session) if count > 1 else None
+    for _ in range(count - 1):
+        assert advance is not None
+        advance()
+        yield session.token
+
+
+def generate(model: Any, ids: Tensor, count: int, *, stop: int | None = None, fast: bool | None = None) -> Tensor:
+    """The prompt ids [1, n] and up to ``count`` greedy tokens, ending with ``stop`` where it comes.
 
     fast: as start takes it, which also says what is raised.
     """
-    session = start(model, ids, ids.shape[1] + new_tokens, fast=fast)
-    advance = captured_step(session) if new_tokens > 1 else None
-    for _ in range(new_tokens - 1):
-        if stop is not None and int(session.token) == stop:
+    session = start(model, ids, ids.shape[1] + count, fast=fast)
+    for token in new_tokens(session, count):
+        if stop is not None and int(token) == stop:
             break
-        assert advance is not None
-        advance()
     return session.tokens[0, : int(session.position) + 1]

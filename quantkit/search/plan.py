@@ -44,12 +44,20 @@ class Point:
 class Problem:
     """What is chosen from.
 
-    losses: KL expected of each layer under each of its options.
+    losses: KL expected of each layer under each of its options. merged: layers that share one option.
     """
 
     table: ErrorTable
     options: Sequence[Option]
     losses: Mapping[tuple[str, Option], float]
+    merged: Sequence[Sequence[str]] = ()
+
+    def groups(self) -> list[tuple[str, ...]]:
+        """Every layer, in the model's order: those that share an option together, at the place of the first."""
+        whole = {
+            name: tuple(own for own in group if own in self.table.shapes) for group in self.merged for name in group
+        }
+        return list(dict.fromkeys(whole.get(name, (name,)) for name in self.table.shapes))
 
     @property
     def weights(self) -> int:
@@ -79,18 +87,23 @@ def sublayer_type(layer: str) -> str:
 def choose(problem: Problem, sizes: Costs, costs: Costs, limit: float, mode: Mode) -> Plan | None:
     """The options of least total cost whose sizes sum to at most the limit; None where nothing fits.
 
-    sizes, costs: of every entry of the table. mode "layer": each its own (exact, or with a proven gap); "type":
-    the paper's exhaustive grid, all Linears of one sub-layer type alike (nuQmm A.1).
+    sizes, costs: of every entry of the table. mode "layer": each its own, or one for each of the problem's groups
+    (exact, or with a proven gap); "type": the paper's exhaustive grid, all Linears of one sub-layer type alike
+    (nuQmm A.1).
     """
     if mode == "type":
         return _choose_by_type(problem, sizes, costs, limit)
-    own = {name: [o for n, o in problem.table.entries if n == name] for name in problem.table.shapes}
-    tables = [[[table[name, o] for o in options] for name, options in own.items()] for table in (sizes, costs)]
+    # Layers of a group have one K, so an option fits all of them alike.
+    own = {group: [o for n, o in problem.table.entries if n == group[0]] for group in problem.groups()}
+    tables = [
+        [[sum(table[name, o] for name in group) for o in options] for group, options in own.items()]
+        for table in (sizes, costs)
+    ]
     choice: Choice | None = solve(tables[0], tables[1], limit)
     if choice is None:
         return None
-    options = {name: own[name][k] for name, k in zip(own, choice.options, strict=True)}
-    return problem.plan(options, choice.gap)
+    chosen = zip(own.items(), choice.options, strict=True)
+    return problem.plan({name: options[k] for (group, options), k in chosen for name in group}, choice.gap)
 
 
 def type_grid(problem: Problem) -> list[dict[str, Option]]:

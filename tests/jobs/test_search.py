@@ -20,6 +20,7 @@ from quantkit.errors import CalibrationError, OutputError, RecipeError, StatsErr
 from quantkit.evaluation.divergence import window_scores
 from quantkit.jobs.quantize import quantize_model
 from quantkit.jobs.search import Budget, SearchResult, search, search_settings
+from quantkit.models.families import merged_linears
 from quantkit.models.loading import load_model
 from quantkit.recipe import load_recipe
 from quantkit.search import table as table_module
@@ -117,7 +118,7 @@ def test_bits_per_weight_keep_the_budget_and_use_it(
 
 def test_plan_is_the_best_of_all_of_its_size(find: Any, tmp_path: Path) -> None:
     """Exchanging any two layers' options for others that fit the budget never lowers the predicted KL."""
-    find("plan", "bpw", 3.5, "measure=0")
+    find("plan", "bpw", 3.5, "measure=0", "merged=free")
     document = json.loads((tmp_path / "plan.json").read_text())
     layers = document["layers"]
     weights = sum(layer["shape"][0] * layer["shape"][1] for layer in layers.values())
@@ -187,7 +188,7 @@ def test_max_kl_is_kept_by_the_quantized_model(
     find: Any, tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path
 ) -> None:
     limit = 2e-4
-    result = find("plan", "kl", limit, "measure=0")
+    result = find("plan", "kl", limit, "measure=0", "merged=free")
     from quantkit.calibration.artifact import load_calibration
 
     reference, _ = load_model(str(tiny_model("opt")))
@@ -207,8 +208,26 @@ def test_per_type_gives_attention_and_ffn_one_option_each(find: Any, tmp_path: P
     fitting = [point for point in document["types"] if point["bits_per_weight"] <= 3.6]
     assert len(document["types"]) == len(OPTIONS) ** 2
     assert result.plan.predicted_kl == pytest.approx(min(point["predicted_kl"] for point in fitting), rel=1e-12)
-    free = find("free", "bpw", 3.6, "measure=0")
+    free = find("free", "bpw", 3.6, "measure=0", "merged=free")
     assert free.plan.predicted_kl <= result.plan.predicted_kl
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_linears_that_engines_merge_share_their_option(
+    family: str, find: Any, tiny_model: Callable[[str], Path]
+) -> None:
+    groups = merged_linears(load_model(str(tiny_model(family)))[0])
+    shared, free = (find(each, "bpw", 3.6, "measure=0", f"merged={each}", family=family) for each in ("same", "free"))
+    used = [[{plan.options[name] for name in group} for group in groups] for plan in (shared.plan, free.plan)]
+    assert all(len(options) == 1 for options in used[0])
+    assert any(len(options) > 1 for options in used[1])
+    assert free.plan.predicted_kl <= shared.plan.predicted_kl
+
+
+def test_a_kept_linear_leaves_the_others_of_its_product_together(find: Any) -> None:
+    options = find("plan", "bpw", 3.3, "measure=0", "keep=['*.k_proj']").plan.options
+    assert not any("k_proj" in name for name in options)
+    assert all(option == options[name.replace("q_", "v_")] for name, option in options.items() if "q_proj" in name)
 
 
 def test_method_settings_reach_the_plan(find: Any, tmp_path: Path) -> None:
@@ -225,11 +244,12 @@ def test_method_settings_reach_the_plan(find: Any, tmp_path: Path) -> None:
     [
         (("weight_bits=3",), "is what the search chooses"),
         (("per=block",), "choose layer or type"),
+        (("merged=yes",), "choose same or free"),
         (("measure=some",), "expected a number of layers"),
         (("method=flatten",), "which method flatten has not"),
         (("roundz=3",), "did you mean 'rounds'"),
     ],
-    ids=["bits", "per", "measure", "method", "setting"],
+    ids=["bits", "per", "merged", "measure", "method", "setting"],
 )
 def test_impossible_settings_are_refused(overrides: tuple[str, ...], message: str, find: Any, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=message):

@@ -1,0 +1,143 @@
+"""What one rank of tensor parallelism keeps of a stored Linear: some rows of N and one range of columns of K.
+
+Every shard is exact: what it stands for is, bit for bit, that part of the whole weight. Along N all formats are alike:
+the stored tensors that grow with N have it at dimension -2. Along K:
+
+    bcq, bipolar   a shard starts at a whole byte of the planes. Where it cuts a group, all groups are split into equal
+                   finer ones, whose scales repeat that of the group they come from.
+    flatten        a shard keeps the columns that carry its input channels, padded again to whole tiles.
+
+Activation ranges: ``act_clip`` per token is a fraction of the largest |x| of the columns at hand, so a shard along K
+quantizes its activations in finer steps than the whole layer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quantkit.errors import CheckpointError
+from quantkit.formats.base import Shape, Tensors
+from quantkit.formats.bcq import ROW_WISE, BcqSpec, group_width
+from quantkit.formats.bipolar import BipolarSpec
+from quantkit.formats.flatten import FlattenSpec, pack_nibbles, padded_columns, unpack_codes
+from quantkit.formats.planes import BITS_PER_BYTE, packed_width
+from quantkit.formats.table import FORMATS, format_name
+
+Span = tuple[int, int]  # start and end, which is not in it
+_PLANES = ("signs", "bit_planes")
+_BY_GROUP = ("scales", "offset")
+_PACKED_BITS = 4
+
+
+def shard(
+    spec: Any, tensors: Tensors, shape: Shape, *, out_spans: Sequence[Span], in_span: Span
+) -> tuple[Any, dict[str, Tensor]]:
+    """The spec and the tensors of a part of a weight; some may be views of the whole's.
+
+    shape: (N, K) of the whole. out_spans: of N, in the order in which they are kept. in_span: of K.
+    Raises CheckpointError where K cannot be cut there.
+    """
+    along_n = _along_n(spec, shape)
+    kept = {name: _take_rows(tensors[name], out_spans) if grows else tensors[name] for name, grows in along_n}
+    if in_span == (0, shape[-1]):
+        return spec, kept
+    if isinstance(spec, FlattenSpec):
+        return _take_channels(spec, kept, in_span)
+    return _take_columns(spec, kept, shape[-1], in_span)
+
+
+def shard_spec(spec: Any, in_features: int, in_span: Span) -> Any:
+    """The spec of a shard, without the tensors; of flatten, whose map says how many columns, an even share.
+
+    Raises CheckpointError as ``shard`` does.
+    """
+    if in_span == (0, in_features):
+        return spec
+    if isinstance(spec, FlattenSpec):
+        share = -(-spec.extended_channels * (in_span[1] - in_span[0]) // in_features)
+        return replace(spec, extended_channels=padded_columns(share))
+    return replace(spec, group_size=_cut_groups(spec, in_features, in_span).group_size)
+
+
+def join(spec: Any, parts: Sequence[Tensors], in_features: int) -> dict[str, Tensor] | None:
+    """The tensors of weights of one spec, one above the other along N; None where they differ in what they share."""
+    along = _along_n(spec, (1, in_features))
+    for name, grows in along:
+        if not grows and not all(torch.equal(part[name], parts[0][name]) for part in parts):
+            return None
+    return {name: torch.cat([part[name] for part in parts], -2) if grows else parts[0][name] for name, grows in along}
+
+
+def _along_n(spec: Any, shape: Shape) -> list[tuple[str, bool]]:
+    """Every stored tensor, and whether it grows with N."""
+    row = FORMATS[format_name(spec)]
+    more = row.tensors(spec, (shape[0] + 1, *shape[1:]))
+    return [(name, tensor != more[name]) for name, tensor in row.tensors(spec, shape).items()]
+
+
+def _take_rows(tensor: Tensor, rows: Sequence[Span]) -> Tensor:
+    parts = [tensor.narrow(-2, start, end - start) for start, end in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+
+
+@dataclass(frozen=True)
+class _CutGroups:
+    """group_size: of the shard. repeat: how often each group's scales stand there. first, last: of those repeated."""
+
+    group_size: int
+    repeat: int
+    first: int
+    last: int
+
+
+def _cut_groups(spec: BcqSpec | BipolarSpec, in_features: int, in_span: Span) -> _CutGroups:
+    start, end = in_span
+    if start % BITS_PER_BYTE or (end % BITS_PER_BYTE and end != in_features):
+        raise CheckpointError(
+            f"a shard of the columns {start} to {end} of {in_features} starts or ends within a byte of the bit planes; "
+            "serve it on a number of GPUs that divides K into multiples of 8"
+        )
+    group = group_width(spec.group_size, in_features)
+    if group == in_features:
+        return _CutGroups(ROW_WISE, 1, 0, 1)
+    # The last group of a row ends with it, however short that leaves it.
+    fine = gcd(group, start) if end == in_features else gcd(group, start, end)
+    return _CutGroups(fine, group // fine, start // fine, -(-end // fine))
+
+
+def _take_columns(
+    spec: BcqSpec | BipolarSpec, tensors: Tensors, in_features: int, in_span: Span
+) -> tuple[Any, dict[str, Tensor]]:
+    groups = _cut_groups(spec, in_features, in_span)
+    kept = dict(tensors)
+    for name in kept.keys() & set(_PLANES):
+        kept[name] = kept[name][..., in_span[0] // BITS_PER_BYTE : packed_width(in_span[1])]
+    for name in kept.keys() & set(_BY_GROUP):
+        kept[name] = kept[name].repeat_interleave(groups.repeat, -1)[..., groups.first : groups.last]
+    return replace(spec, group_size=groups.group_size), kept
+
+
+def _take_channels(spec: FlattenSpec, tensors: Tensors, in_span: Span) -> tuple[FlattenSpec, dict[str, Tensor]]:
+    """Columns keep their order, so a shard's columns also begin with its channels in order."""
+    start, end = in_span
+    source = tensors["source_channel"]
+    own = ((source >= start) & (source < end)).nonzero().flatten()
+    width = padded_columns(len(own))
+    padding = (0, width - len(own))
+    codes = pad(unpack_codes(tensors["codes"])[:, own], padding)
+    kept = {
+        **tensors,
+        "codes": pack_nibbles(codes) if spec.weight_bits == _PACKED_BITS else codes,
+        "source_channel": pad(source[own] - start, padding),
+        "source_segment": pad(tensors["source_segment"][own], padding),
+    }
+    if spec.smooth:
+        kept["smooth_scale"] = tensors["smooth_scale"][start:end]
+    return replace(spec, extended_channels=width), kept

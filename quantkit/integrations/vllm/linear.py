@@ -1,0 +1,196 @@
+"""The method of one vLLM layer: it collects the stored Linears behind it, then multiplies by quantkit's ops.
+
+While weights are loaded, a layer has one Parameter without elements per stored tensor's name. Its ``weight_loader`` is
+all that vLLM's loaders ask for, whatever formats the Linears of a fused layer have. The tensors themselves are
+registered when all have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.linear import LinearMethodBase
+
+from quantkit.checkpoint.config import StoredLayer
+from quantkit.errors import CheckpointError
+from quantkit.formats.shard import join
+from quantkit.formats.table import format_name
+from quantkit.integrations.vllm import DUMMY_WEIGHTS
+from quantkit.integrations.vllm.parts import Part, Partition, parts_of
+from quantkit.nn.table import LINEARS
+
+if TYPE_CHECKING:
+    from quantkit.integrations.vllm.config import QuantkitConfig
+
+_LOGGER = init_logger(__name__)
+_FINEST_GROUP = 32  # of the kernels on tensor cores
+_PLAIN = "weight"
+_ATTENTION_INPUTS = {"q": 0, "k": 1, "v": 2}
+
+
+@dataclass(frozen=True)
+class Product:
+    """One multiplication of a layer: one stored Linear, or several of one spec.
+
+    spec: None in floating point. shape: (N, K). fields: stored or prepared tensors -> the layer's Parameters, by name.
+    """
+
+    spec: Any
+    shape: tuple[int, int]
+    fields: dict[str, str]
+    prepared: bool
+
+
+class QuantkitLinearMethod(LinearMethodBase):
+    """What vLLM asks of a quantized Linear layer. names, stored: the Linears behind it, None in floating point."""
+
+    def __init__(self, config: QuantkitConfig, names: list[str], stored: list[StoredLayer | None]):
+        self.config, self.names, self.stored = config, names, stored
+        self.parts: list[Part] = []
+        self.products: tuple[Product, ...] = ()
+        self.dummy = False
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Decide what this rank keeps, and register the names by which vLLM's loaders find it."""
+        cut = Partition(
+            out_features=tuple(output_partition_sizes),
+            total=output_size,
+            rank_features=input_size_per_partition,
+            in_features=input_size,
+            rank=layer.tp_rank,
+            ranks=layer.tp_size,
+            replicas=getattr(layer, "num_kv_head_replicas", 1),
+        )
+        self.dummy = get_current_vllm_config().load_config.load_format == DUMMY_WEIGHTS
+        device = torch.empty(0).device  # vLLM builds its models under their device
+        self.parts = parts_of(self.names, self.stored, cut, params_dtype, device)
+        for part in self.parts:
+            if part.finer_group is not None and part.finer_group < _FINEST_GROUP:
+                _LOGGER.warning_once(
+                    "quantkit: %s, cut along K over %d ranks, has groups of %d, which the fastest kernels lack",
+                    part.name,
+                    cut.ranks,
+                    part.finer_group,
+                )
+        for name in self._stored_names():
+            entrance = nn.Parameter(torch.empty(0), requires_grad=False)
+            entrance.weight_loader = _loader(self, name)  # type: ignore[attr-defined]  # as vLLM's own Parameters have
+            layer.register_parameter(name, entrance)
+
+    def load(self, name: str, loaded: Tensor, shard_id: str | int | None) -> None:
+        """Take one stored tensor of the Linear that vLLM calls ``shard_id``: q, k, v, a number, or the only one.
+
+        Raises CheckpointError for one that does not fit, or while layers of the checkpoint have no place in the model.
+        """
+        self.config.check_all_placed()
+        self.parts[self._index(shard_id)].take(name, loaded)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check that all came, join Linears of one spec, and bring them into the order of the device's kernels.
+
+        On a GPU this also measures which kernels are fastest: nothing may be measured in a CUDA graph later.
+        Raises CheckpointError naming the first tensor that did not come.
+        """
+        self.config.check_all_placed()
+        for part in self.parts:
+            if self.dummy:
+                part.fill()
+            for name in part.missing():
+                raise CheckpointError(f"{part.name}.{name}: missing from the checkpoint; copy it again")
+        for name in self._stored_names():
+            delattr(layer, name)
+        runs = [list(run) for _, run in groupby(self.parts, key=lambda part: part.spec)]
+        products = [product for run in runs for product in _joined(run)]
+        self.products = tuple(_placed(layer, index, *product) for index, product in enumerate(products))
+        # vLLM's LoRA layers look for this name to learn the device; a plain attribute, no Parameter.
+        layer.weight_packed = getattr(layer, next(iter(self.products[0].fields.values()))).data
+        self.parts = []
+        if layer.weight_packed.is_cuda:
+            torch.cuda.synchronize()  # kernels may read weights before their predecessors on the stream have ended
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """y [..., N] for x [..., K]."""
+        if len(self.products) == 1:
+            return _multiply(layer, self.products[0], x, bias)
+        sizes = [product.shape[0] for product in self.products]
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        pairs = zip(self.products, biases, strict=True)
+        return torch.cat([_multiply(layer, product, x, own) for product, own in pairs], -1)
+
+    def _index(self, shard_id: str | int | None) -> int:
+        if len(self.parts) == 1:
+            return 0
+        index = _ATTENTION_INPUTS.get(shard_id) if isinstance(shard_id, str) else shard_id
+        if not isinstance(index, int) or not 0 <= index < len(self.parts):
+            raise CheckpointError(
+                f"{self.names[0]}: vLLM loads it as part {shard_id!r} of a layer, which is not supported"
+            )
+        return index
+
+    def _stored_names(self) -> list[str]:
+        return list(dict.fromkeys(name for part in self.parts for name in part.tensors))
+
+
+def _loader(method: QuantkitLinearMethod, name: str) -> Callable[..., None]:
+    def load(_param: nn.Parameter, loaded: Tensor, shard_id: str | int | None = None) -> None:
+        method.load(name, loaded, shard_id)
+
+    return load
+
+
+def _joined(run: list[Part]) -> list[tuple[Any, tuple[int, int], dict[str, Tensor]]]:
+    """(spec, shape, tensors) of each product of consecutive Linears of one spec: one, where they can be joined."""
+    held = [part.held or {} for part in run]
+    spec, in_features = run[0].spec, run[0].kept_shape[1]
+    alone = [(spec, part.kept_shape, tensors) for part, tensors in zip(run, held, strict=True)]
+    if len(run) == 1:
+        return alone
+    if spec is None:
+        whole = {_PLAIN: torch.cat([tensors[_PLAIN] for tensors in held])}
+    else:
+        joined = join(spec, held, in_features)
+        if joined is None:
+            return alone
+        whole = joined
+    return [(spec, (sum(shape[0] for _, shape, _ in alone), in_features), whole)]
+
+
+def _placed(layer: Any, index: int, spec: Any, shape: tuple[int, int], tensors: dict[str, Tensor]) -> Product:
+    """Register the tensors of one product, on a GPU in the order of its kernels."""
+    prepare = None if spec is None else LINEARS[format_name(spec)].prepare
+    prepared = prepare is not None and next(iter(tensors.values())).is_cuda
+    if prepared:
+        assert prepare is not None
+        tensors = prepare(spec, tensors, shape)
+    fields = {name: f"part{index}_{name}" for name in tensors}
+    for name, tensor in tensors.items():
+        layer.register_parameter(fields[name], nn.Parameter(tensor, requires_grad=False))
+    return Product(spec, shape, fields, prepared)
+
+
+def _multiply(layer: Any, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
+    tensors = {name: getattr(layer, own) for name, own in product.fields.items()}
+    if product.spec is None:
+        return linear(x, tensors[_PLAIN], bias)
+    row = LINEARS[format_name(product.spec)]
+    if product.prepared:
+        assert row.prepared_forward is not None
+        return row.prepared_forward(product.spec, tensors, product.shape, x, bias)
+    return row.forward(product.spec, tensors, x, bias)

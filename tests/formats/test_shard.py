@@ -1,0 +1,138 @@
+"""Shards: every part of a weight is, bit for bit, that part of the whole; and what cannot be cut is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quantkit.errors import CheckpointError
+from quantkit.formats.bcq import BcqSpec
+from quantkit.formats.bipolar import BipolarSpec
+from quantkit.formats.flatten import FlattenSpec, check_columns, pack_nibbles, padded_columns
+from quantkit.formats.shard import join, shard, shard_spec
+from quantkit.formats.table import FORMATS, format_name
+
+N, K = 24, 192
+SPECS = {
+    "bcq": BcqSpec(3, 64, True),
+    "bcq-symmetric": BcqSpec(2, 48, False),
+    "bcq-row": BcqSpec(4, -1, True),
+    "bcq-wide-group": BcqSpec(4, 256, True),
+    "bcq-short-last-group": BcqSpec(2, 128, True),
+    "bcq-scales8": BcqSpec(4, 64, True, scale_bits=8),
+    "bipolar-w4a8": BipolarSpec(4, 8),
+    "bipolar-w3a16-g64": BipolarSpec(3, 16, 64),
+    "flatten-w8a8": FlattenSpec(8, 8, 256),
+    "flatten-w4a4": FlattenSpec(4, 4, 256),
+    "flatten-smooth": FlattenSpec(8, 8, 256, smooth=True),
+}
+
+
+def random_tensors(spec: Any, shape: tuple[int, int]) -> dict[str, Tensor]:
+    """A weight of the format with values of every kind; of flatten some channels have further columns."""
+    tensors = {}
+    for name, stored in FORMATS[format_name(spec)].tensors(spec, shape).items():
+        if stored.dtype.is_floating_point:
+            tensors[name] = torch.rand(stored.shape).to(stored.dtype) + 0.5
+        else:
+            least = torch.iinfo(stored.dtype).min if stored.dtype == torch.int8 else 0
+            tensors[name] = torch.randint(least, least + 256, stored.shape).to(stored.dtype)
+    if isinstance(spec, FlattenSpec):
+        further = spec.extended_channels - shape[1] - 8
+        split = torch.randint(0, shape[1], (further,)).sort().values.int()
+        zeros = torch.zeros(8, dtype=torch.int32)
+        tensors["source_channel"] = torch.cat([torch.arange(shape[1], dtype=torch.int32), split, zeros])
+        # without weight slices, a channel's further columns are its second, third, ... slices
+        segments = [int((split[:index] == channel).sum()) + 1 for index, channel in enumerate(split)]
+        tensors["source_segment"] = torch.cat([torch.zeros(shape[1]), torch.tensor(segments), zeros]).int()
+        codes = torch.randint(-7, 8, (shape[0], spec.extended_channels), dtype=torch.int8)
+        codes[:, -8:] = 0
+        tensors["codes"] = pack_nibbles(codes) if spec.weight_bits == 4 else codes
+    return tensors
+
+
+def dequantize(spec: Any, tensors: dict[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    row = FORMATS[format_name(spec)]
+    for name, stored in row.tensors(spec, shape).items():
+        assert (tuple(tensors[name].shape), tensors[name].dtype) == (stored.shape, stored.dtype), name
+    return row.dequantize(spec, tensors, shape)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_shard_is_that_part_of_the_whole(spec: Any, data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 3)))
+    tensors = random_tensors(spec, (N, K))
+    rows = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, N - 1))
+        rows.append((start, data.draw(st.integers(start + 1, N))))
+    start = data.draw(st.integers(0, K // 8 - 1)) * 8
+    end = data.draw(st.integers(start // 8 + 1, K // 8)) * 8
+    own, kept = shard(spec, tensors, (N, K), out_spans=rows, in_span=(start, end))
+    expected = torch.cat([dequantize(spec, tensors, (N, K))[a:b, start:end] for a, b in rows])
+    assert torch.equal(dequantize(own, kept, tuple(expected.shape)), expected)
+    if isinstance(own, FlattenSpec):
+        check_columns(own, kept, tuple(expected.shape))
+    else:
+        assert shard_spec(spec, K, (start, end)) == own
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_shards_along_k_add_up_to_the_whole_product(spec: Any, ranks: int) -> None:
+    tensors, part = random_tensors(spec, (N, K)), K // ranks
+    x = torch.randint(-3, 4, (5, K)).double()
+    whole = x @ dequantize(spec, tensors, (N, K)).double().T
+    total = torch.zeros_like(whole)
+    for start in range(0, K, part):
+        own, kept = shard(spec, tensors, (N, K), out_spans=[(0, N)], in_span=(start, start + part))
+        total += x[:, start : start + part] @ dequantize(own, kept, (N, part)).double().T
+    torch.testing.assert_close(total, whole)
+
+
+def test_flatten_shards_share_out_every_column_that_carries_weight() -> None:
+    spec = SPECS["flatten-w8a8"]
+    tensors = random_tensors(spec, (N, K))
+    kept = [shard(spec, tensors, (N, K), out_spans=[(0, N)], in_span=(at, at + 96)) for at in (0, 96)]
+    columns = sum(int(part["codes"].ne(0).any(0).sum()) for _, part in kept)
+    assert columns == int(tensors["codes"].ne(0).any(0).sum())
+    assert all(own.extended_channels == padded_columns(own.extended_channels) for own, _ in kept)
+
+
+def test_whole_groups_keep_their_size_and_cut_ones_are_split() -> None:
+    spec = BcqSpec(2, 64, True)
+    tensors = random_tensors(spec, (N, K))
+    sizes = [
+        shard(spec, tensors, (N, K), out_spans=[(0, N)], in_span=span)[0].group_size
+        for span in ((64, 192), (0, 96), (96, 192))
+    ]
+    assert sizes == [64, 32, 32]
+
+
+@pytest.mark.parametrize("columns", [(4, 192), (0, 12)], ids=["start", "end"])
+def test_a_cut_within_a_byte_is_refused(columns: tuple[int, int]) -> None:
+    spec = SPECS["bcq"]
+    with pytest.raises(CheckpointError, match="within a byte"):
+        shard(spec, random_tensors(spec, (N, K)), (N, K), out_spans=[(0, N)], in_span=columns)
+
+
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_joined_shards_are_the_whole(spec: Any) -> None:
+    tensors = random_tensors(spec, (N, K))
+    parts = [shard(spec, tensors, (N, K), out_spans=[span], in_span=(0, K))[1] for span in ((0, 5), (5, 8), (8, N))]
+    joined = join(spec, parts, K)
+    assert joined is not None
+    assert all(torch.equal(joined[name], tensor) for name, tensor in tensors.items())
+
+
+def test_weights_that_differ_in_what_they_share_are_not_joined() -> None:
+    spec = SPECS["flatten-w8a8"]
+    first = random_tensors(spec, (N, K))
+    assert join(spec, [first, {**first, "weight_scale": first["weight_scale"] * 2}], K) is None

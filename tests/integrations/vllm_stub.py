@@ -1,0 +1,100 @@
+"""The few names of vLLM that the plugin imports, and a layer to stand in for one of vLLM's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from torch import Tensor, nn
+
+SETTINGS = SimpleNamespace(
+    load_config=SimpleNamespace(load_format="auto"), parallel_config=SimpleNamespace(pipeline_parallel_size=1)
+)
+
+
+class LinearBase(nn.Module):
+    """A vLLM Linear as the plugin sees it."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1, replicas: int = 1):
+        super().__init__()
+        self.tp_rank, self.tp_size, self.num_kv_head_replicas = rank, ranks, replicas
+
+
+class UnquantizedLinearMethod:
+    """vLLM's own."""
+
+
+class QuantizationConfig:
+    """vLLM's base, which models tell what they fuse."""
+
+    def __init__(self) -> None:
+        self.packed_modules_mapping: dict[str, list[str]] = {}
+
+
+class ParallelLMHead(nn.Module):
+    """No LinearBase in vLLM either."""
+
+
+class Logger:
+    """vLLM's, which says a thing once."""
+
+    said: ClassVar[list[str]] = []
+
+    def warning_once(self, message: str, *arguments: object) -> None:
+        self.said.append(message % arguments)
+
+
+REGISTERED: dict[str, Any] = {}
+
+
+def register_quantization_config(name: str) -> Callable[[type], type]:
+    def keep(cls: type) -> type:
+        REGISTERED[name] = cls
+        return cls
+
+    return keep
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the names where the plugin imports them from, and forget the plugin afterwards."""
+    layers = "vllm.model_executor.layers"
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.config": {"get_current_vllm_config": lambda: SETTINGS},
+        "vllm.logger": {"init_logger": lambda name: Logger()},
+        "vllm.model_executor": {},
+        layers: {},
+        f"{layers}.linear": {
+            "LinearBase": LinearBase,
+            "LinearMethodBase": object,
+            "UnquantizedLinearMethod": UnquantizedLinearMethod,
+        },
+        f"{layers}.quantization": {"register_quantization_config": register_quantization_config},
+        f"{layers}.quantization.base_config": {"QuantizationConfig": QuantizationConfig},
+    }
+    for name, values in contents.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("config", "linear"):
+        monkeypatch.delitem(sys.modules, f"quantkit.integrations.vllm.{name}", raising=False)
+
+
+def feed(layer: nn.Module, tensors: dict[str, Tensor], shard_id: str | int | None = None) -> None:
+    """Hand a layer the stored tensors of one Linear, as vLLM's loaders do."""
+    for name, tensor in tensors.items():
+        parameter: Any = dict(layer.named_parameters())[name]
+        if shard_id is None:
+            parameter.weight_loader(parameter, tensor)
+        else:
+            parameter.weight_loader(parameter, tensor, shard_id)
+
+
+def fill_as_dummy(layer: nn.Module) -> None:
+    """What vLLM's dummy loader does."""
+    for tensor in layer.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.uniform_(-1e-3, 1e-3)
