@@ -212,7 +212,8 @@ def _child(work: Work, peer: Peer, path: Path) -> Any:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         # The engine in its own process of one GPU: without the time of messages. Workers take functions to run.
-        **({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if alone else {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if alone else "1",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         **peer.environment,
     }
     command = [sys.executable, __file__, "--child", str(path)]
