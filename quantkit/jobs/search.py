@@ -16,7 +16,7 @@ import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
 from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeError, refusing
 from quantkit.evaluation.divergence import window_scores
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.methods import check_recipe, plan_layers
 from quantkit.models.families import block_linears
 from quantkit.models.loading import is_quantized, load_model, stored_dtype
@@ -276,7 +276,9 @@ def _measured_kl(plan: Plan, source: _Source) -> float:
     with tempfile.TemporaryDirectory(prefix="quantkit-search-") as folder:
         out, recipe = Path(folder) / "model", plan_recipe(plan, settings.base)
         device = settings.device
-        quantize_model(source.model, recipe, out, calibration=source.calibration, device=device, overwrite=False)
+        quantize_model(
+            source.model, recipe, out, calibration=source.calibration, options=QuantizeOptions(device=device)
+        )
         quantized, _ = load_model(str(out), dtype=torch.float32, device=device)
     windows = source.artifact.windows
     used = windows[: max(1, _KL_TOKENS // windows.shape[1])]
