@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import GenerationError
-from quantkit.models.families import known_family
+from quantkit.models.families import uses_alibi
 from quantkit.runtime.cuda_graph import DEVICE_LOCK, capture
 from quantkit.runtime.decoder_block import token_blocks
 from quantkit.runtime.norms import fast_norm
@@ -91,7 +91,7 @@ def start(model: Any, ids: Tensor, capacity: int, *, fast: bool | None = None) -
     if limit is not None and capacity > limit:
         raise GenerationError(f"{capacity} tokens of prompt and answer exceed the model's {limit} positions")
     cache, capacity = _static_cache(model, capacity)
-    device, family = ids.device, known_family(model)
+    device = ids.device
     session = Session(
         model,
         cache,
@@ -99,7 +99,7 @@ def start(model: Any, ids: Tensor, capacity: int, *, fast: bool | None = None) -
         token=torch.zeros(1, 1, dtype=torch.long, device=device),
         position=torch.zeros(1, dtype=torch.long, device=device),
         tokens=torch.zeros(1, capacity, dtype=torch.long, device=device),
-        alibi=family is not None and family.alibi,
+        alibi=uses_alibi(model),
         fast=device.type == "cuda" if fast is None else fast,
     )
     session.tokens[:, : ids.shape[1]] = ids
