@@ -48,7 +48,8 @@ def make_model(shape: str, blocks: int, folder: Path) -> int:
     names = list(model.state_dict(keep_vars=True).items())
     generator = torch.Generator().manual_seed(SEED)
     folder.mkdir(parents=True)
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for number, prefix in enumerate([None, *prefixes]):
         own = {
             name: _random(tuple(tensor.shape), generator)
@@ -90,7 +91,11 @@ def measure(arguments: list[str]) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     if status:
         raise BenchError(f"quantkit {arguments[0]} ended with {os.waitstatus_to_exitcode(status)}")
-    return {"seconds": seconds, "processor_seconds": usage.ru_utime + usage.ru_stime, "peak_bytes": usage.ru_maxrss * 1024}
+    return {
+        "seconds": seconds,
+        "processor_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_bytes": usage.ru_maxrss * 1024,
+    }
 
 
 def command_arguments(command: str, model: Path, work: Path, options: argparse.Namespace) -> list[str]:
@@ -154,7 +159,8 @@ def main() -> None:
     runs = [run_shape(int(blocks), commands, options) for blocks in options.blocks.split(",")]
     for run in runs:
         for command, row in run["commands"].items():
-            print(f"{shape} {run['blocks']:3} blocks  {command:20} {row['peak_bytes'] / 1e9:6.2f} GB {row['seconds']:8.1f} s")
+            size, seconds = f"{row['peak_bytes'] / 1e9:6.2f} GB", f"{row['seconds']:8.1f} s"
+            print(f"{shape} {run['blocks']:3} blocks  {command:20} {size} {seconds}")
     layers = MODELS[shape].layers
     whole = by_arithmetic(runs, layers)
     for command, seconds in whole.items():

@@ -84,7 +84,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
     The same tensors and metadata give the same bytes (the safetensors library writes metadata in random order).
     """
-    ordered = _in_file_order(tensors)
+    ordered = in_file_order(tensors)
     with ThreadPoolExecutor(_threads()) as pool:
         digests = dict(zip(ordered, pool.map(tensor_digest, ordered.values()), strict=True))
     with path.open("xb") as file:
@@ -100,7 +100,7 @@ def copy_tensors(
 
     tensors: their shapes and dtypes, on the meta device. sources: by name, the file that holds the tensor.
     """
-    ordered = _in_file_order(tensors)
+    ordered = in_file_order(tensors)
     digests = {name: sources[name].digests[name] for name in ordered}
     with path.open("xb") as file:
         file.write(file_header(ordered, metadata, digests))
@@ -109,7 +109,8 @@ def copy_tensors(
                 file.write(part)
 
 
-def _in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as they lie in a file: those of wide values first, so that each is aligned."""
     return {name: tensors[name] for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))}
 
 
