@@ -163,8 +163,8 @@ def main() -> None:
             print(f"{shape} {run['blocks']:3} blocks  {command:20} {size} {seconds}")
     layers = MODELS[shape].layers
     whole = by_arithmetic(runs, layers)
-    for command, seconds in whole.items():
-        print(f"{shape} {layers:3} blocks  {command:20} by arithmetic {seconds:8.0f} s")
+    for command, total in whole.items():
+        print(f"{shape} {layers:3} blocks  {command:20} by arithmetic {total:8.0f} s")
     document = {
         "command": command_line(),
         "environment": environment_of(options.device, "safetensors"),

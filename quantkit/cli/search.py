@@ -26,7 +26,7 @@ def search(
             "--set",
             metavar="KEY=VALUE",
             help="per=layer|type, measure=LAYERS whose KL is measured, most sensitive first (default: all; 0: faster), "
-            "device=cuda, method, keep, or a setting of the method; repeatable.",
+            "device (default: the first GPU, else the CPU), method, keep, or a setting of the method; repeatable.",
         ),
     ] = None,
 ) -> None:

@@ -19,7 +19,7 @@ from quantkit.evaluation.divergence import window_scores
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.methods import check_recipe, plan_layers
 from quantkit.models.families import block_linears
-from quantkit.models.loading import is_quantized, load_model, stored_dtype
+from quantkit.models.loading import first_device, is_quantized, load_model, stored_dtype
 from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_settings
 from quantkit.search.document import plan_document, plan_recipe, plan_text
 from quantkit.search.measure import corrected_losses, measure_layers
@@ -104,7 +104,7 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
         raise RecipeError(f"`settings` measure={own['measure']}: expected a number of layers, -1 for all")
     if not isinstance(own.get("device", "cpu"), str):
         raise RecipeError(f"`settings` device={own['device']}: expected cpu, cuda, cuda:1, ...")
-    return SearchSettings(recipe, **own)
+    return SearchSettings(recipe, **{"device": first_device(), **own})
 
 
 def search(

@@ -71,7 +71,7 @@ def capture_inputs(
     Raises ModelError where the blocks are no plain chain (each fed by the one before), or for an unknown structure.
     """
     with stream.outside():
-        calls, width, computed = _record_calls(stream, windows[:1].to(stream.device, torch.long))
+        calls, width, computed = _recorded_calls(stream, windows)
         hidden = room((*windows.shape, *width), dtype or computed)
         numbers = iter(range(len(windows)))
 
@@ -100,7 +100,7 @@ def stored_inputs(
     if not work.finished:
         return capture_inputs(stream, windows, room=partial(work.state, first), dtype=dtype)
     with stream.outside(), torch.no_grad():
-        calls, width, computed = _record_calls(stream, windows[:1].to(stream.device, torch.long))
+        calls, width, computed = _recorded_calls(stream, windows)
     hidden = work.state(work.finished, (*windows.shape, *width), dtype)
     work.check_state(hidden)
     return BlockInputs(hidden, calls, computed)
@@ -165,7 +165,39 @@ def block_hessians(
     return {name: sums[owner] for name, owner in aliases.items()}
 
 
-def _record_calls(stream: ModelStream, window: Tensor) -> tuple[tuple[BlockCall, ...], tuple[int, ...], torch.dtype]:
+Recorded = tuple[tuple[BlockCall, ...], tuple[int, ...], torch.dtype]
+"""How each block is called, the shape of a hidden state behind [n, seq_len], and what the blocks compute in."""
+
+
+def _recorded_calls(stream: ModelStream, windows: Tensor) -> Recorded:
+    """_record_calls, once it is known that what the blocks are called with does not depend on the text.
+
+    Raises ModelError where it does: the calls of one window would be wrong for another.
+    """
+    ends = [windows[end][None].to(stream.device, torch.long) for end in ((0, -1) if len(windows) > 1 else (0,))]
+    with stream.block(0):
+        found = [_record_calls(stream, window) for window in ends]
+    for index, (first, other) in enumerate(zip(found[0][0], found[-1][0], strict=True)):
+        if not _same(first.arguments, other.arguments) or not _same(first.keywords, other.keywords):
+            raise ModelError(
+                f"{type(stream.model).__name__}: hands block {index} something that depends on the text; models with "
+                "such blocks (inputs per layer) cannot be run block by block"
+            )
+    return found[0]
+
+
+def _same(first: Any, other: Any) -> bool:
+    """Whether two arguments of a block are equal; objects that are neither tensors nor collections are taken so."""
+    if isinstance(first, Tensor):
+        return isinstance(other, Tensor) and torch.equal(first, other)
+    if isinstance(first, dict):
+        return isinstance(other, dict) and all(_same(value, other.get(key)) for key, value in first.items())
+    if isinstance(first, list | tuple):
+        return len(first) == len(other) and all(map(_same, first, other))
+    return True
+
+
+def _record_calls(stream: ModelStream, window: Tensor) -> Recorded:
     """Arguments of every block in one pass; they differ where layers attend differently (sliding, local rope).
 
     Only the first block computes: what the model hands to a block depends on the tokens' places alone. The others give

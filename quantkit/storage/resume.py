@@ -50,8 +50,11 @@ class Workspace:
 
     def tensors(self) -> dict[str, TensorFile]:
         """Every tensor of the finished pieces, by name, with the file that holds it."""
-        files = [self._header(number) for number in range(self.finished)]
-        return {name: file for file in files for name in file.tensors}
+        return {name: file for file in self.files() for name in file.tensors}
+
+    def files(self) -> list[TensorFile]:
+        """The headers of the finished pieces."""
+        return [self._header(number) for number in range(self.finished)]
 
     def state(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The tensor that a piece starts from, as a file that is mapped into memory; new ones hold nothing yet."""
@@ -146,7 +149,7 @@ def _finished_pieces(folder: Path, identity: Mapping[str, Any]) -> int:
             f"an earlier run left {work.finished} finished pieces of work with another {what} in {folder}; "
             f"{_AGAIN}, or choose another output"
         )
-    Verification(list(work.tensors().values()), OutputError).finish()
+    Verification(work.files(), OutputError).finish()
     return work.finished
 
 

@@ -130,3 +130,30 @@ def test_blocks_that_are_no_chain_are_refused() -> None:
 
     with pytest.raises(ModelError, match="block 1 is not fed by the block before it"):
         capture_inputs(in_memory_stream(Forked()), torch.zeros(1, 3, dtype=torch.int32))
+
+
+def test_blocks_that_are_handed_what_depends_on_the_text_are_refused() -> None:
+    """Gemma 3n hands every block an embedding of the tokens; the calls of one window are no other's."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, hidden_states: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+            return self.linear(hidden_states) + extra
+
+    class PerLayer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, ids: torch.Tensor, use_cache: bool = False) -> torch.Tensor:
+            x = extra = self.embed(ids)
+            for block in self.blocks:
+                x = block(x, extra=extra)
+            return x
+
+    with pytest.raises(ModelError, match="block 0 something that depends on the text"):
+        capture_inputs(in_memory_stream(PerLayer()), torch.tensor([[1, 2, 3], [4, 5, 6]]))
