@@ -54,10 +54,7 @@ def calibrate(
         if merge is not None:
             if model is not None or dataset is not None or text is not None:
                 raise CalibrationError("--merge A B takes no model and no text; it reads both from the artifacts")
-            from quantkit.calibration.artifact import load_calibration, write_calibration
-            from quantkit.calibration.artifact import merge as merge_calibrations
-
-            result = merge_calibrations(load_calibration(merge[0]), load_calibration(merge[1]))
+            result = _merged(*merge)
         else:
             if model is None:
                 raise DataError("name a MODEL to calibrate, or two artifacts with --merge A B")
@@ -69,7 +66,6 @@ def calibrate(
             corpus = load_text(dataset, text, split="train")
             import torch
 
-            from quantkit.calibration.artifact import write_calibration
             from quantkit.calibration.runner import ACTIVATIONS, check_activations
             from quantkit.calibration.runner import calibrate as collect
             from quantkit.storage.resume import workspace
@@ -87,8 +83,16 @@ def calibrate(
                 activations=ACTIVATIONS[activations],
                 keep=partial(workspace, checked_place(out, "output"), restart=restart),
             )
+        from quantkit.calibration.artifact import write_calibration
+
         write_calibration(result, work, f"--out {out}")
     _show(result, out, json_path)
+
+
+def _merged(first: Path, second: Path) -> Calibration:
+    from quantkit.calibration.artifact import load_calibration, merge
+
+    return merge(load_calibration(first), load_calibration(second))
 
 
 def _show(result: Calibration, out: Path, json_path: Path | None) -> None:

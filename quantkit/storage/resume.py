@@ -57,8 +57,18 @@ class Workspace:
         return [self._header(number) for number in range(self.finished)]
 
     def state(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The tensor that a piece starts from, as a file that is mapped into memory; new ones hold nothing yet."""
+        """The tensor that a piece starts from, as a file that is mapped into memory; new ones hold nothing yet.
+
+        Its room on the disk is taken at once: a mapped file that finds the disk full would end the process.
+        Raises OutputError where the disk is too full.
+        """
         count = torch.Size(shape).numel()
+        with refusing(f"hidden states in {self.folder} cannot be written", OutputError):
+            descriptor = os.open(self._state(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                os.posix_fallocate(descriptor, 0, max(1, count * dtype.itemsize))
+            finally:
+                os.close(descriptor)
         mapped = torch.from_file(str(self._state(number)), shared=True, size=count, dtype=dtype)
         return mapped.view(shape)
 

@@ -194,3 +194,15 @@ def test_one_part_of_the_model_is_in_memory_at_a_time(
     command = ["quantize", tiny_model("opt"), "--recipe", "bcq-w4-g128-comp", "--calibration", calibrated("opt")]
     assert run(*command, "-o", tmp_path / "q").exit_code == 0
     assert held == [{"model.decoder.layers.0"}, {"model.decoder.layers.1"}]
+
+
+def test_a_disk_without_room_for_hidden_states_is_refused(
+    tiny_model: TinyModel, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("quantkit.storage.resume.os.posix_fallocate", full)
+    command = ["calibrate", tiny_model("opt"), "--text", text_file, "--seq-len", 32, "--windows", 2]
+    assert "No space left on device" in refusal(*command, "-o", tmp_path / "c.safetensors")
+    assert names_in(tmp_path) == []
