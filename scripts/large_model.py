@@ -4,8 +4,9 @@
 
 Every command runs as a process of its own; its peak is the largest resident set that the system saw (ru_maxrss), pages
 of mapped files included. A model is made once for each number of blocks. Where there are two numbers, the difference
-gives the seconds of one block, and the time of the whole model follows by arithmetic, named so. The folder is removed
-at the end. It takes the disk of the model and of its results: 0.6 GB a block for llama-2-7b, 2.5 GB for llama-3-70b.
+gives the seconds of one block, and the time of the whole model follows by arithmetic, named so. The document is written
+after every command, the folder removed at the end. Disk for the model and its results: 0.6 GB a block for llama-2-7b,
+2.5 GB for llama-3-70b.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +93,10 @@ def measure(arguments: list[str]) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     if status:
         raise BenchError(f"quantkit {arguments[0]} ended with {os.waitstatus_to_exitcode(status)}")
-    return {
-        "seconds": seconds,
-        "processor_seconds": usage.ru_utime + usage.ru_stime,
-        "peak_bytes": usage.ru_maxrss * 1024,
-    }
+    processor = usage.ru_utime + usage.ru_stime
+    row = {"seconds": seconds, "processor_seconds": processor, "peak_bytes": usage.ru_maxrss * 1024}
+    print(f"{row['peak_bytes'] / 1e9:.2f} GB, {seconds:.1f} s, {processor:.1f} s of processors", file=sys.stderr)
+    return row
 
 
 def command_arguments(command: str, model: Path, work: Path, options: argparse.Namespace) -> list[str]:
@@ -117,15 +118,17 @@ def command_arguments(command: str, model: Path, work: Path, options: argparse.N
     }[command]
 
 
-def run_shape(blocks: int, commands: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Make a model of so many blocks, measure the commands on it, remove it."""
+def run_shape(blocks: int, commands: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Make a model of so many blocks, measure the commands on it, remove it; the numbers after every command."""
     work: Path = options.folder / f"{options.shape}-{blocks}"
+    rows: dict[str, dict[str, Any]] = {}
     try:
         size = make_model(options.shape, blocks, work / "model")
-        rows = {command: measure(command_arguments(command, work / "model", work, options)) for command in commands}
+        for command in commands:
+            rows[command] = measure(command_arguments(command, work / "model", work, options))
+            yield {"blocks": blocks, "model_bytes": size, "commands": rows}
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return {"blocks": blocks, "model_bytes": size, "commands": rows}
 
 
 def by_arithmetic(runs: list[dict[str, Any]], layers: int) -> dict[str, float]:
@@ -156,26 +159,26 @@ def main() -> None:
     options = parser.parse_args()
     (shape,) = chosen("--shape", options.shape, MODELS)
     commands = chosen("--commands", options.commands, COMMANDS)
-    runs = [run_shape(int(blocks), commands, options) for blocks in options.blocks.split(",")]
-    for run in runs:
-        for command, row in run["commands"].items():
-            size, seconds = f"{row['peak_bytes'] / 1e9:6.2f} GB", f"{row['seconds']:8.1f} s"
-            print(f"{shape} {run['blocks']:3} blocks  {command:20} {size} {seconds}")
-    layers = MODELS[shape].layers
-    whole = by_arithmetic(runs, layers)
-    for command, total in whole.items():
-        print(f"{shape} {layers:3} blocks  {command:20} by arithmetic {total:8.0f} s")
-    document = {
+    document: dict[str, Any] = {
         "command": command_line(),
         "environment": environment_of(options.device, "safetensors"),
         "shape": shape,
         "windows": options.windows,
         "seq_len": options.seq_len,
         "settings": options.set or [],
-        "runs": runs,
-        "seconds_by_arithmetic": whole,
+        "runs": [],
     }
+    done: list[dict[str, Any]] = []
+    for blocks in map(int, options.blocks.split(",")):
+        for run in run_shape(blocks, commands, options):
+            document["runs"] = [*done, run]
+            write_document(options.json, document)
+        done.append(run)
+    layers = MODELS[shape].layers
+    document["seconds_by_arithmetic"] = by_arithmetic(done, layers)
     write_document(options.json, document)
+    for command, seconds in document["seconds_by_arithmetic"].items():
+        print(f"{shape}, {layers} blocks, {command}: {seconds:.0f} s by arithmetic")
 
 
 if __name__ == "__main__":
