@@ -43,7 +43,8 @@ class Method:
     needs_stats: settings -> whether the calibration artifact's statistics are required.
     needs_hessian: settings -> whether E[x x^T], streamed through the already quantized blocks, is required.
     transform: function-preserving edit of the fp model before any layer is quantized (smoothing folded into
-        norms, rotation): (model, plans by layer name, calibration or None) -> Transformed.
+        norms, rotation): (model, plans by layer name, calibration or None) -> Transformed. It is called for what is
+        outside the decoder blocks and then for each block, and edits what is not on the meta device.
     hessian_features: (LayerInput without Hessian, settings) -> what the Hessian is taken of, a function of the
         layer's input x [M, K] giving [M, C]; None: x itself.
     """

@@ -1,19 +1,32 @@
-"""Progress bars with time left, on stderr; silent where stderr is no terminal."""
+"""Progress on stderr: a bar with the time left on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+LINE_SECONDS = 30.0
+
 Item = TypeVar("Item")
 
 
 def track(items: Iterable[Item], description: str, total: int | None = None) -> Iterator[Item]:
-    """Yield the items while a bar on stderr shows how many are done and the time left."""
+    """Yield the items while stderr shows how many are done and the time left.
+
+    Where stderr is no terminal that is a line every 30 seconds, also while one item takes longer.
+    """
     console = Console(stderr=True)
+    if not console.is_terminal:
+        count = len(items) if total is None and isinstance(items, Sized) else total
+        yield from _tell(items, description, count)
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -22,5 +35,49 @@ def track(items: Iterable[Item], description: str, total: int | None = None) -> 
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         yield from progress.track(items, description=description, total=total)
+
+
+def say(line: str) -> None:
+    """One line on stderr; a stderr that takes nothing changes nothing."""
+    with suppress(OSError, ValueError, AttributeError):
+        print(f"quantkit: {line}", file=sys.stderr, flush=True)
+
+
+def _tell(items: Iterable[Item], description: str, total: int | None) -> Iterator[Item]:
+    done = 0
+    began = time.monotonic()
+
+    def line() -> str:
+        gone = time.monotonic() - began
+        left = f", about {_clock(gone / done * (total - done))} left" if done and total is not None else ""
+        return f"{description}: {done}{'' if total is None else f' of {total}'} done in {_clock(gone)}{left}"
+
+    with _repeated(lambda: say(line())):
+        for item in items:
+            yield item
+            done += 1
+
+
+@contextmanager
+def _repeated(call: Callable[[], None]) -> Iterator[None]:
+    """Call it every LINE_SECONDS, in a thread, while entered."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(LINE_SECONDS):
+            call()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

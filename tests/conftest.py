@@ -17,7 +17,7 @@ import torch
 from quantkit.calibration.artifact import save_calibration
 from quantkit.calibration.runner import calibrate
 from quantkit.data.corpora import Corpus
-from quantkit.models.loading import load_model
+from quantkit.models.loading import open_stream
 from tests.tiny import sample_text, save_tiny_model
 
 # Tiny tensors gain nothing from more threads, and many processes with a thread per core wait for each other. The
@@ -88,8 +88,8 @@ def calibrated(
 
     def artifact(family: str) -> Path:
         if family not in made:
-            model, tokenizer = load_model(str(tiny_model(family)))
-            result = calibrate(model, tokenizer, corpus, name=family, windows=8, seq_len=64, seed=0)
+            stream, tokenizer = open_stream(str(tiny_model(family)))
+            result = calibrate(stream, tokenizer, corpus, name=family, windows=8, seq_len=64, seed=0)
             made[family] = tmp_path_factory.mktemp("calibration") / f"{family}.safetensors"
             save_calibration(result, made[family])
         return made[family]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quantkit.jobs.quantize import QuantizeResult, quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, QuantizeResult, quantize_model
 from quantkit.recipe import load_recipe
 
 FAMILIES = ("llama", "opt", "bloom", "gpt2")
@@ -17,6 +17,5 @@ def quantize_tiny(model: Path, out: Path, recipe: str = "bcq-w4-g128", *override
         load_recipe(recipe, ["group_size=32", *overrides]),
         out,
         calibration=None,
-        device="cpu",
-        overwrite=False,
+        options=QuantizeOptions(),
     )

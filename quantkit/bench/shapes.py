@@ -36,6 +36,7 @@ MODELS: dict[str, ModelShape] = {
     "llama-2-7b": ModelShape("llama", 32, 4096, 11008, 32, 32, 32000),
     "llama-2-70b": ModelShape("llama", 80, 8192, 28672, 64, 8, 32000),
     "llama-3-8b": ModelShape("llama", 32, 4096, 14336, 32, 8, 128256),
+    "llama-3-70b": ModelShape("llama", 80, 8192, 28672, 64, 8, 128256),
     "smollm2-135m": ModelShape("llama", 30, 576, 1536, 9, 3, 49152, tied=True),
 }
 

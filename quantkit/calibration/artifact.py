@@ -23,7 +23,7 @@ from quantkit.storage.tensors import DTYPES, TensorFile, Verification, read_head
 
 SCHEMA = 1
 _DOCUMENT_KEY = "quantkit.calibration"
-_FIELDS = ("absmax", "mean_abs", "mean_square", "histogram", "sample")
+STATS_FIELDS = ("absmax", "mean_abs", "mean_square", "histogram", "sample")
 _SIGNED = ("sample",)  # the others are magnitudes and counts
 _MERGE_SEED = 0
 _TEXT = record({"name": text, "sha256": text, "seed": whole(0), "windows": whole(1)}, closed=True)
@@ -96,7 +96,7 @@ def write_calibration(calibration: Calibration, path: Path, what: str) -> None:
     aliases = {name: owners.setdefault(id(stats), name) for name, stats in calibration.layers.items()}
     tensors = {"windows": calibration.windows.to(torch.int32)}
     for name in owners.values():
-        tensors |= {f"{name}:{field}": getattr(calibration.layers[name], field) for field in _FIELDS}
+        tensors |= {f"{name}:{field}": getattr(calibration.layers[name], field) for field in STATS_FIELDS}
     document = {"schema": SCHEMA, "aliases": aliases, "meta": asdict(calibration.meta)}
     with refusing(f"{what} cannot be written", OutputError):
         write_tensors(path, tensors, {_DOCUMENT_KEY: json.dumps(document)})
@@ -126,9 +126,12 @@ def load_calibration(path: Path) -> Calibration:
     return Calibration({name: stats[owner] for name, owner in aliases.items()}, tensors["windows"], about)
 
 
-def check_model(calibration: Calibration, model: Any) -> None:
-    """Raise CalibrationError unless the artifact was collected on exactly this model."""
-    if fingerprint(model) != calibration.meta.fingerprint:
+def check_model(calibration: Calibration, model: Any, known: str | None = None) -> None:
+    """Raise CalibrationError unless the artifact was collected on exactly this model.
+
+    known: the model's fingerprint, where it has been taken already.
+    """
+    if (known or fingerprint(model)) != calibration.meta.fingerprint:
         name = getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
         raise CalibrationError(
             f"calibration was made for another model ({calibration.meta.model}) than {name}; "
@@ -187,7 +190,7 @@ def _check_tensors(what: str, file: TensorFile, aliases: Mapping[str, str], meta
     for name in dict.fromkeys(aliases.values()):
         shape = stored[f"{name}:absmax"].shape if f"{name}:absmax" in stored else ()
         columns = shape if len(shape) == 1 and shape[0] else (1,)
-        expected |= {f"{name}:{field}": (torch.float32, columns) for field in _FIELDS}
+        expected |= {f"{name}:{field}": (torch.float32, columns) for field in STATS_FIELDS}
         expected |= {f"{name}:histogram": (torch.int64, (HISTOGRAM_BINS,))}
         expected |= {f"{name}:sample": (torch.float32, (rows, *columns))}
     for name, (dtype, shape) in expected.items():
@@ -205,7 +208,7 @@ def _check_tensors(what: str, file: TensorFile, aliases: Mapping[str, str], meta
 
 
 def _read_stats(what: str, name: str, tensors: Mapping[str, Tensor], tokens: int) -> LayerStats:
-    found = {field: tensors[f"{name}:{field}"] for field in _FIELDS}
+    found = {field: tensors[f"{name}:{field}"] for field in STATS_FIELDS}
     for field, tensor in found.items():
         _check_values(what, f"{name}:{field}", tensor, signed=field in _SIGNED)
     return LayerStats(**found, tokens=tokens)

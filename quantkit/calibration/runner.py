@@ -1,56 +1,121 @@
-"""Collecting a calibration artifact: one pass over the windows with a collector on every block Linear's input."""
+"""Collecting a calibration artifact: block by block over the windows, a collector on every block Linear's input."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from hashlib import sha256
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from quantkit import __version__
-from quantkit.calibration.artifact import Calibration, CalibrationMeta, TextSource
+from quantkit.calibration.artifact import STATS_FIELDS, Calibration, CalibrationMeta, TextSource
 from quantkit.calibration.collectors import Collector, sample_positions
 from quantkit.data.corpora import Corpus
 from quantkit.data.windows import check_seq_len, check_vocabulary, shuffled_windows, tokenize
 from quantkit.errors import ModelError, StatsError
-from quantkit.models.families import block_linears, model_body
+from quantkit.models.families import block_linears
 from quantkit.models.inputs import InputTap
-from quantkit.models.loading import fingerprint, is_quantized
+from quantkit.models.loading import is_quantized, stream_fingerprint
+from quantkit.models.stream import ModelStream
+from quantkit.models.streaming import BlockInputs, advance, run_block, stored_inputs
 from quantkit.progress import track
 from quantkit.stats import LayerStats
+from quantkit.storage.resume import Workspace, passing_workspace
+
+Keep = Callable[[Mapping[str, Any]], AbstractContextManager[Workspace]]
+"""What a work is of -> where its finished pieces stand while it lasts."""
+
+ACTIVATIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What hidden states are stored in between blocks, by the name that a user gives."""
+
+
+def check_activations(activations: str) -> None:
+    """Raise ModelError for a dtype that hidden states are not stored in."""
+    if activations not in ACTIVATIONS:
+        raise ModelError(f"`activations` {activations}: choose {' or '.join(ACTIVATIONS)}")
 
 
 def calibrate(
-    model: Any, tokenizer: Any, corpus: Corpus, *, name: str, windows: int, seq_len: int, seed: int
+    stream: ModelStream,
+    tokenizer: Any,
+    corpus: Corpus,
+    *,
+    name: str,
+    windows: int,
+    seq_len: int,
+    seed: int,
+    activations: torch.dtype = torch.float32,
+    keep: Keep = passing_workspace,
 ) -> Calibration:
     """Statistics of every Linear of the decoder blocks over seeded windows of the corpus.
 
-    name: what the artifact calls the model. Runs on the model's device, one window at a time.
+    name: what the artifact calls the model. activations: what hidden states are stored in between blocks.
     Raises ModelError (also for a quantized model) and DataError before the pass; StatsError, naming the layer, for
     NaN or Inf in an activation.
     """
+    model = stream.model
     if is_quantized(model):
         raise ModelError(f"model {name} is quantized already; calibrate the floating-point model that it was made from")
-    linears = block_linears(model)
+    block_linears(model)
     check_seq_len(seq_len, model)
     ids = tokenize(tokenizer, corpus.text, name=corpus.name)
     check_vocabulary(ids, model, name=corpus.name)
     chosen = shuffled_windows(ids, seq_len, windows, seed=seed, name=corpus.name)
-    layers = collect(model, linears, chosen, seed=seed)
     text = TextSource(name=corpus.name, sha256=corpus.sha256, seed=seed, windows=windows)
-    meta = CalibrationMeta(
-        model=name, fingerprint=fingerprint(model), texts=(text,), seq_len=seq_len, quantkit=__version__
-    )
+    found = stream_fingerprint(stream)
+    identity = {
+        "version": __version__,
+        "model": found,
+        "text": {**asdict(text), "tokens": sha256(chosen.to(torch.int32).numpy().tobytes()).hexdigest()},
+        "activations": str(activations),
+        "device": stream.device.type,
+    }
+    with keep(identity) as work:
+        layers = collect(stream, chosen, seed=seed, activations=activations, work=work)
+    meta = CalibrationMeta(model=name, fingerprint=found, texts=(text,), seq_len=seq_len, quantkit=__version__)
     return Calibration(layers, chosen.to(torch.int32), meta)
 
 
 @torch.no_grad()
-def collect(model: nn.Module, linears: dict[str, nn.Module], windows: Tensor, *, seed: int) -> dict[str, LayerStats]:
+def collect(
+    stream: ModelStream, windows: Tensor, *, seed: int, activations: torch.dtype, work: Workspace
+) -> dict[str, LayerStats]:
     """LayerStats of each Linear over windows [n, seq_len]; Linears fed by one tensor share one object.
 
-    seed: of the sample of rows. Raises StatsError for NaN, Inf, or a Linear that is not run on every token.
+    seed: of the sample of rows. work: each block is a piece of it.
+    Raises StatsError for NaN, Inf, or a Linear that is not run on every token.
     """
+    linears, last = block_linears(stream.model), len(stream.blocks) - 1
     positions = sample_positions(windows.numel(), seed)
+    inputs = stored_inputs(stream, windows, work, activations, first=0) if work.finished <= last else None
+    for index in track(range(work.finished, last + 1), "calibrate"):
+        assert inputs is not None
+        prefix, _ = stream.blocks[index]
+        own = {name: module for name, module in linears.items() if stream.owner(name) == prefix}
+        following = None if index == last else work.state(index + 1, tuple(inputs.hidden.shape), activations)
+        with stream.block(index) as block:
+            stats, aliases = _collect_block(block, own, inputs, index, following, positions)
+        tensors = {f"{name}:{field}": getattr(one, field) for name, one in stats.items() for field in STATS_FIELDS}
+        work.commit(tensors, {"aliases": aliases}, following)
+        if following is not None:
+            inputs = inputs.with_hidden(following)
+    return _read_back(work, list(linears), windows.numel())
+
+
+def _collect_block(
+    block: nn.Module,
+    linears: Mapping[str, nn.Module],
+    inputs: BlockInputs,
+    index: int,
+    following: Tensor | None,
+    positions: Tensor,
+) -> tuple[dict[str, LayerStats], dict[str, str]]:
+    """(statistics by the first Linear of each input, that Linear for each) of one block; its outputs in following."""
     collectors: dict[str, Collector] = {}
 
     def update(name: str, x: Tensor) -> None:
@@ -58,12 +123,26 @@ def collect(model: nn.Module, linears: dict[str, nn.Module], windows: Tensor, *,
             collectors[name] = Collector(name, x.shape[1], positions, x.device)
         collectors[name].update(x)
 
-    body, device = model_body(model), next(model.parameters()).device
     with InputTap(linears, update) as tap:
-        for window in track(windows.split(1), "calibrate", total=len(windows)):
-            body(window.to(device, torch.long), use_cache=False)
-    results = {name: collector.result(windows.numel()) for name, collector in collectors.items()}
+        if following is None:
+            for _ in run_block(block, inputs, index):
+                pass
+        else:
+            advance(block, inputs, index, following)
     silent = [name for name in linears if name not in tap.aliases]
     if silent:
         raise StatsError(f"{silent[0]}: the model never runs it, so there is nothing to calibrate on")
-    return {name: results[tap.aliases[name]] for name in linears}
+    tokens = inputs.hidden.shape[0] * inputs.hidden.shape[1]
+    return {name: collector.result(tokens) for name, collector in collectors.items()}, dict(tap.aliases)
+
+
+def _read_back(work: Workspace, names: list[str], tokens: int) -> dict[str, LayerStats]:
+    found: dict[str, LayerStats] = {}
+    for number in range(work.finished):
+        tensors, aliases = load_file(work.piece(number)), work.document(number)["aliases"]
+        stats = {
+            name: LayerStats(**{field: tensors[f"{name}:{field}"] for field in STATS_FIELDS}, tokens=tokens)
+            for name in dict.fromkeys(aliases.values())
+        }
+        found |= {name: stats[owner] for name, owner in aliases.items()}
+    return {name: found[name] for name in names}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from quantkit.checkpoint.config import config_digest
 from quantkit.checkpoint.read import CONFIG_DIGEST, REPORT_FILE, read_document, read_report
 from quantkit.errors import CheckpointError
-from quantkit.storage.tensors import write_tensors
+from quantkit.storage.tensors import TensorFile, copy_tensors, file_header, in_file_order
 
 MAX_SHARD_BYTES = 4 * 10**9
 _INDEX = "model.safetensors.index.json"
@@ -42,27 +42,48 @@ def save_surroundings(model: Any, tokenizer: Any, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def save_checkpoint(model: Any, report: Mapping[str, Any], folder: Path) -> None:
+def save_checkpoint(model: Any, report: Mapping[str, Any], folder: Path, tensors: Mapping[str, TensorFile]) -> None:
     """Write config.json, the weights with their digests, and the report, which lists every file of the folder.
 
-    model: with its quantization_config attached, on the CPU, in the dtype to store.
+    model: with its quantization_config attached, in the dtype to store; its tensors say names, order, shapes and
+    dtypes. tensors: by stored name, the files that hold their bytes.
     """
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    metadata = {"format": "pt", CONFIG_DIGEST: config_digest(read_document(folder))}
-    _write_weights(stored_tensors(model), metadata, folder)
+    _write_weights(stored_tensors(model), weights_metadata(read_document(folder)), folder, tensors)
     files = {name: _listed_digest(folder / name) for name in sorted(_files(folder))}
     text = json.dumps({**report, "files": files}, indent=1) + "\n"
     (folder / REPORT_FILE).write_text(text, encoding="utf-8")
 
 
-def stored_tensors(model: Any) -> dict[str, Tensor]:
-    """The tensors of a model by the names that its checkpoint gives them; tied ones once, as save_pretrained does."""
+def weights_metadata(document: Mapping[str, Any]) -> dict[str, str]:
+    """What the headers of the weight files say besides the tensors. document: the quantization_config."""
+    return {"format": "pt", CONFIG_DIGEST: config_digest(document)}
+
+
+def stored_tensors(model: Any, keep: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+    """The tensors of a model by the names that its checkpoint gives them; tied ones once, as save_pretrained does.
+
+    keep: name in the model -> whether it is wanted; by default all are.
+    """
     ignored = set(model._keys_to_ignore_on_save or ())
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
+    if keep is not None:
+        state = {name: tensor for name, tensor in state.items() if keep(name)}
     stored: dict[str, Tensor] = revert_weight_conversion(model, remove_tied_weights_from_state_dict(state, model))
     return stored
+
+
+def weight_bytes(model: Any, metadata: Mapping[str, str]) -> int:
+    """Bytes of all weight files that save_checkpoint will write for the model, to the byte."""
+    tensors = stored_tensors(model)
+    total = 0
+    for names in _split(tensors).filename_to_tensors.values():
+        own = in_file_order({name: tensors[name] for name in names})
+        header = file_header(own, metadata, dict.fromkeys(own, "0" * 64))
+        total += len(header) + sum(tensor.numel() * tensor.itemsize for tensor in own.values())
+    return total
 
 
 def foreign(folder: Path) -> str | None:
@@ -86,11 +107,17 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob(f"*{_WEIGHTS}"))
 
 
-def _write_weights(tensors: dict[str, Tensor], metadata: Mapping[str, str], folder: Path) -> None:
+def _split(tensors: Mapping[str, Tensor]) -> Any:
     pattern = f"model{{suffix}}{_WEIGHTS}"
-    split = split_torch_state_dict_into_shards(tensors, filename_pattern=pattern, max_shard_size=MAX_SHARD_BYTES)
+    return split_torch_state_dict_into_shards(dict(tensors), filename_pattern=pattern, max_shard_size=MAX_SHARD_BYTES)
+
+
+def _write_weights(
+    tensors: dict[str, Tensor], metadata: Mapping[str, str], folder: Path, sources: Mapping[str, TensorFile]
+) -> None:
+    split = _split(tensors)
     for file, names in split.filename_to_tensors.items():
-        write_tensors(folder / file, {name: tensors[name] for name in names}, metadata)
+        copy_tensors(folder / file, {name: tensors[name] for name in names}, metadata, sources)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli.common import JsonOption, check_json_path, print_facts, write_json
+from quantkit.cli.common import (
+    ActivationsOption,
+    DeviceOption,
+    JsonOption,
+    RestartOption,
+    check_json_path,
+    chosen_device,
+    print_facts,
+    write_json,
+)
 from quantkit.errors import CalibrationError, DataError
 from quantkit.storage.output import output_file
+from quantkit.storage.place import checked_place
 
 if TYPE_CHECKING:
     from quantkit.calibration.artifact import Calibration
@@ -27,11 +38,14 @@ def calibrate(
     merge: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A B", help="Merge two artifacts of one model instead.")
     ] = None,
+    device: DeviceOption = None,
+    activations: ActivationsOption = "fp32",
+    restart: RestartOption = False,
     json_path: JsonOption = None,
 ) -> None:
     """Collect the statistics that quantization methods need, or merge two such artifacts.
 
-    Runs on the first GPU where there is one, else on the CPU (CUDA_VISIBLE_DEVICES decides what there is).
+    One decoder block is in memory at a time. A run that was cut short goes on where it was.
     """
     if out.suffix != ".safetensors":
         raise CalibrationError(f"--out {out}: the artifact is a .safetensors file; give it that suffix")
@@ -40,26 +54,45 @@ def calibrate(
         if merge is not None:
             if model is not None or dataset is not None or text is not None:
                 raise CalibrationError("--merge A B takes no model and no text; it reads both from the artifacts")
-            from quantkit.calibration.artifact import load_calibration, write_calibration
-            from quantkit.calibration.artifact import merge as merge_calibrations
-
-            result = merge_calibrations(load_calibration(merge[0]), load_calibration(merge[1]))
+            result = _merged(*merge)
         else:
             if model is None:
                 raise DataError("name a MODEL to calibrate, or two artifacts with --merge A B")
             from quantkit.data.corpora import check_text, load_text
-            from quantkit.models.loading import first_device, load_model, resolve_model
+            from quantkit.models.loading import open_stream, resolve_model
 
             check_text(dataset, text)
             resolve_model(model)
             corpus = load_text(dataset, text, split="train")
-            from quantkit.calibration.artifact import write_calibration
-            from quantkit.calibration.runner import calibrate as collect
+            import torch
 
-            loaded, tokenizer = load_model(model, device=first_device())
-            result = collect(loaded, tokenizer, corpus, name=model, windows=windows, seq_len=seq_len, seed=seed)
+            from quantkit.calibration.runner import ACTIVATIONS, check_activations
+            from quantkit.calibration.runner import calibrate as collect
+            from quantkit.storage.resume import workspace
+
+            check_activations(activations)
+            stream, tokenizer = open_stream(model, dtype=torch.float32, device=chosen_device(device))
+            result = collect(
+                stream,
+                tokenizer,
+                corpus,
+                name=model,
+                windows=windows,
+                seq_len=seq_len,
+                seed=seed,
+                activations=ACTIVATIONS[activations],
+                keep=partial(workspace, checked_place(out, "output"), restart=restart),
+            )
+        from quantkit.calibration.artifact import write_calibration
+
         write_calibration(result, work, f"--out {out}")
     _show(result, out, json_path)
+
+
+def _merged(first: Path, second: Path) -> Calibration:
+    from quantkit.calibration.artifact import load_calibration, merge
+
+    return merge(load_calibration(first), load_calibration(second))
 
 
 def _show(result: Calibration, out: Path, json_path: Path | None) -> None:

@@ -26,9 +26,26 @@ PIPED_WIDTH = 500  # the widest table, inspect of flatten layers, takes 300
 _PARAMETER = re.compile(r"`(\w+)`")
 
 JsonOption = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Also write the numbers as JSON.")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, ...; by default the first GPU, else the CPU."),
+]
+ActivationsOption = Annotated[
+    str, typer.Option("--activations", help="What hidden states are stored in between blocks: fp32 or bf16.")
+]
+RestartOption = Annotated[
+    bool, typer.Option("--restart", help="Begin anew where an earlier run of the same output was cut short.")
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one recipe setting; repeatable.")
 ]
+
+
+def chosen_device(device: str | None) -> str:
+    """The device that was asked for, or the first GPU, or the CPU."""
+    from quantkit.models.loading import first_device
+
+    return device or first_device()
 
 
 def one_line(error: Exception) -> str:

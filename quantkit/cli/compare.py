@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.common import JsonOption, check_json_path, print_table, write_json
+from quantkit.cli.common import DeviceOption, JsonOption, check_json_path, chosen_device, print_table, write_json
 from quantkit.storage.output import write_file
 
 
@@ -20,7 +20,7 @@ def compare(
     max_windows: Annotated[int | None, typer.Option(help="Read only the first windows of the text.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Also these tasks, comma-separated; see eval tasks.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the tasks' local .jsonl files.")] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    device: DeviceOption = None,
     html: Annotated[Path | None, typer.Option(help="Also write the table as an HTML page.")] = None,
     json_path: JsonOption = None,
 ) -> None:
@@ -40,7 +40,9 @@ def compare(
     options = TaskOptions(tuple(tasks.split(",")), data_dir=data_dir) if tasks is not None else None
     check_models(models, options)
     corpus = load_text(dataset, file, split="test")
-    result = measure(models, corpus, seq_len=seq_len, max_windows=max_windows, tasks=options, device=device)
+    result = measure(
+        models, corpus, seq_len=seq_len, max_windows=max_windows, tasks=options, device=chosen_device(device)
+    )
     document = result.to_json()
     columns, rows = comparison_table(document)
     print_table(f"{corpus.name}, {result.rows[0].divergence.tokens} tokens", columns, rows)

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.common import JsonOption, Program, check_json_path, print_facts, print_table, write_json
+from quantkit.cli.common import (
+    DeviceOption,
+    JsonOption,
+    Program,
+    check_json_path,
+    chosen_device,
+    print_facts,
+    print_table,
+    write_json,
+)
 
 app = typer.Typer(
     cls=Program, help="Measure the quality of a model or of a quantized checkpoint.", no_args_is_help=True
@@ -25,7 +34,7 @@ def perplexity(
     ] = None,
     max_windows: Annotated[int | None, typer.Option(help="Read only the first windows of the text.")] = None,
     recipe: Annotated[str, typer.Option(help="gptq (papers), llamacpp or strided.")] = "gptq",
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    device: DeviceOption = None,
     json_path: JsonOption = None,
 ) -> None:
     """Perplexity on a text: the whole recipe is printed beside the number."""
@@ -40,7 +49,7 @@ def perplexity(
 
     check_options(recipe, seq_len=seq_len, max_windows=max_windows)
     corpus = load_text(dataset, text, split="test")
-    loaded, tokenizer = load_model(model, device=device)
+    loaded, tokenizer = load_model(model, device=chosen_device(device))
     result = measure(loaded, tokenizer, corpus, seq_len=seq_len, max_windows=max_windows, recipe=recipe)
     print_facts(
         {
@@ -67,7 +76,7 @@ def divergence(
         int | None, typer.Option(help="Tokens per window; by default 2048, at most the models' positions.")
     ] = None,
     max_windows: Annotated[int | None, typer.Option(help="Read only the first windows of the text.")] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    device: DeviceOption = None,
     json_path: JsonOption = None,
 ) -> None:
     """KL divergence per token from a reference model, and how often both rank the same token first."""
@@ -84,8 +93,8 @@ def divergence(
 
     check_options("gptq", seq_len=seq_len, max_windows=max_windows)
     corpus = load_text(dataset, text, split="test")
-    loaded_reference, tokenizer = load_model(reference, device=device)
-    loaded, own_tokenizer = load_model(model, device=device)
+    loaded_reference, tokenizer = load_model(reference, device=chosen_device(device))
+    loaded, own_tokenizer = load_model(model, device=chosen_device(device))
     check_same_tokens(tokenizer, own_tokenizer, corpus)
     result = measure(loaded_reference, loaded, tokenizer, corpus, seq_len=seq_len, max_windows=max_windows)
     print_facts(
@@ -117,7 +126,7 @@ def tasks(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first examples of every task.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Requests at once; by default 8, on a GPU 64.")] = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    device: DeviceOption = None,
     json_path: JsonOption = None,
 ) -> None:
     """Zero-shot accuracy on tasks, by lm-evaluation-harness, with standard errors."""
@@ -128,7 +137,7 @@ def tasks(
     options = TaskOptions(tuple(tasks.split(",")), task_path, data_dir, limit, batch_size)
     check_tasks(options)
     resolve_model(model)
-    loaded, tokenizer = load_model(model, device=device)
+    loaded, tokenizer = load_model(model, device=chosen_device(device))
     scores = evaluate_tasks(loaded, tokenizer, options)
     rows = [
         [s.task, s.metric, f"{s.value:.4f}", "" if s.stderr is None else f"{s.stderr:.4f}", str(s.examples)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli.common import print_text
+from quantkit.cli.common import DeviceOption, print_text
 from quantkit.errors import DataError, GenerationError, refusing
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Draw from so many tokens; 0: all.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Of drawing; the same seed draws the same.", min=0)] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; a GPU if there is one.")] = None,
+    device: DeviceOption = None,
 ) -> None:
     """Continue prompts, or chat; text comes as it is made, times go to stderr.
 

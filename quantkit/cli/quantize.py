@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli.common import JsonOption, SetOption, check_json_path, print_facts, write_json
+from quantkit.cli.common import (
+    ActivationsOption,
+    DeviceOption,
+    JsonOption,
+    RestartOption,
+    SetOption,
+    check_json_path,
+    chosen_device,
+    print_facts,
+    print_table,
+    write_json,
+)
+from quantkit.storage.place import check_folder, checked_place
+
+if TYPE_CHECKING:
+    from quantkit.jobs.estimate import Estimate
 
 
 def quantize(
@@ -16,18 +31,29 @@ def quantize(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write the checkpoint to.")],
     calibration: Annotated[Path | None, typer.Option(help="Artifact of 'quantkit calibrate'.")] = None,
     settings: SetOption = None,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    device: DeviceOption = None,
+    activations: ActivationsOption = "fp32",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier checkpoint at --out.")] = False,
+    restart: RestartOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written and taken, and stop.")] = False,
     json_path: JsonOption = None,
 ) -> None:
-    """Quantize a model by a recipe and write a checkpoint that transformers loads."""
+    """Quantize a model by a recipe and write a checkpoint that transformers loads.
+
+    One decoder block is in memory at a time. A run that was cut short goes on where it was.
+    """
     check_json_path(json_path)
     from quantkit.recipe import load_recipe
 
     loaded_recipe = load_recipe(recipe, settings or ())
-    from quantkit.jobs.quantize import quantize_model
+    from quantkit.jobs.quantize import QuantizeOptions, expect, open_job, quantize_model
 
-    result = quantize_model(model, loaded_recipe, out, calibration=calibration, device=device, overwrite=overwrite)
+    options = QuantizeOptions(chosen_device(device), activations, overwrite=overwrite, restart=restart)
+    if dry_run:
+        check_folder(out, checked_place(out, "output"), Path(model))
+        _show_estimate(expect(open_job(model, loaded_recipe, calibration, options), options), json_path)
+        return
+    result = quantize_model(model, loaded_recipe, out, calibration=calibration, options=options)
     print_facts(
         {
             "checkpoint": str(result.folder),
@@ -50,3 +76,23 @@ def quantize(
             "per_layer": dict(result.report),
         },
     )
+
+
+def _show_estimate(estimate: Estimate, json_path: Path | None) -> None:
+    rows = [
+        [layer.name, layer.method, f"{layer.shape[0]} x {layer.shape[1]}", _range(layer.bytes, layer.most_bytes)]
+        for layer in estimate.layers
+    ]
+    print_table("Layers to be quantized", ["layer", "method", "N x K", "bytes"], rows)
+    print_facts(
+        {
+            "weight files": f"{_range(estimate.files, estimate.most_files)} bytes",
+            "disk": f"{estimate.disk / 1e9:.3f} GB at the output's place, while the work lasts",
+            "memory": f"about {estimate.memory / 1e9:.1f} GB at the peak, on {estimate.device}",
+        }
+    )
+    write_json(json_path, estimate.to_json())
+
+
+def _range(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"

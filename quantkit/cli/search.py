@@ -27,7 +27,8 @@ def search(
             metavar="KEY=VALUE",
             help="per=layer|type, merged=same|free (same, the default: one choice for q, k, v and for gate, up, "
             "which engines run as one product), measure=LAYERS whose KL is measured, most sensitive first "
-            "(default: all; 0: faster), device=cuda, method, keep, or a setting of the method; repeatable.",
+            "(default: all; 0: faster), device (default: the first GPU, else the CPU), method, keep, or a setting of "
+            "the method; repeatable.",
         ),
     ] = None,
 ) -> None:

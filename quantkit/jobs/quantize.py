@@ -1,11 +1,12 @@
-"""The quantization job: load, check everything, quantize layer by layer, write the checkpoint."""
+"""The quantization job: check everything, quantize block by block, write the checkpoint."""
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,37 @@ from torch import Tensor, nn
 
 import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
-from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, bits_per_weight, config_to_json
+from quantkit.calibration.runner import ACTIVATIONS, check_activations
+from quantkit.checkpoint.config import CheckpointConfig, bits_per_weight, config_to_json
 from quantkit.checkpoint.write import folder_bytes, foreign, save_checkpoint, save_surroundings
 from quantkit.errors import CalibrationError, ModelError, OutputError, StatsError, refusing
 from quantkit.integrations.transformers import attach_config, check_readable
+from quantkit.jobs.estimate import Estimate, estimate
+from quantkit.jobs.quantize_blocks import BlockWork, quantize_blocks
 from quantkit.methods import METHODS, LayerPlan, check_recipe, plan_layers
-from quantkit.models.families import block_linears, decoder_blocks, linear_bias, linear_weight
-from quantkit.models.loading import is_quantized, load_model, stored_dtype
-from quantkit.models.streaming import BlockInputs, Features, advance, block_hessians, capture_inputs
-from quantkit.nn.quantized_linear import QuantizedLinear
-from quantkit.progress import track
-from quantkit.quantizers.base import LayerInput
+from quantkit.models.families import block_linears
+from quantkit.models.loading import is_quantized, open_stream, stored_dtype, stream_fingerprint
+from quantkit.models.stream import ModelStream
 from quantkit.recipe import Recipe
 from quantkit.runtime import int8_attention
-from quantkit.stats import LayerStats
 from quantkit.storage.output import output_folder
+from quantkit.storage.resume import Workspace, workspace
 
-_ATTENTION_WINDOWS = 8  # enough for the largest magnitudes; each costs a pass of the whole model
 _LARGEST = torch.finfo(torch.float16).max  # scales and offsets are stored in fp16
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """How the work is done; none of it is in the recipe.
+
+    device: where to compute. activations: fp32 or bf16, what hidden states are stored in between blocks.
+    overwrite: whether an earlier checkpoint gives way. restart: whether what an earlier run left is dropped.
+    """
+
+    device: str = "cpu"
+    activations: str = "fp32"
+    overwrite: bool = False
+    restart: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,62 +61,128 @@ class QuantizeResult:
 
 
 def quantize_model(
-    model: str, recipe: Recipe, out: Path, *, calibration: Path | None, device: str, overwrite: bool
+    model: str, recipe: Recipe, out: Path, *, calibration: Path | None, options: QuantizeOptions
 ) -> QuantizeResult:
     """Quantize a model by a recipe and write it to ``out``; everything is checked before the first layer.
 
+    One decoder block is in memory at a time. Finished blocks stay beside ``out`` when the work is cut short, and the
+    same call goes on from them.
     Raises QuantkitError: recipe, output folder, calibration and weights each with their own subclass.
     """
     check_recipe(recipe)
-    with output_folder(out, replace=overwrite, foreign=foreign, source=Path(model)) as output:
-        if is_quantized(model):
-            raise ModelError(f"model {model} is quantized already; give the floating-point original")
-        artifact = load_calibration(calibration) if calibration else None
-        loaded, tokenizer = load_model(model, dtype=torch.float32, device=device)
-        plans = plan_layers(recipe, list(block_linears(loaded)))
-        _check_calibration(plans, artifact, loaded, recipe)
-        _check_attention(recipe, artifact, loaded)
-        _check_weights(loaded)
-        _check_space(loaded, plans, stored_dtype(model), output.work)
+    with output_folder(out, replace=options.overwrite, foreign=foreign, source=Path(model)) as output:
+        job = open_job(model, recipe, calibration, options)
+        _check_space(expect(job, options), output.work)
+        identity = _identity(job, calibration, options)
         with refusing(f"output {out} cannot be written", OutputError):
-            save_surroundings(loaded, tokenizer, output.work)
+            save_surroundings(job.stream.model, job.tokenizer, output.work)
         started = time.perf_counter()
-        config, report = _quantize(loaded, plans, recipe, artifact)
-        seconds = time.perf_counter() - started
-        loaded.to("cpu", stored_dtype(model))
-        attach_config(loaded, config_to_json(config))
-        recipe_document = {"name": recipe.name, **recipe.to_json()}
-        document = {"quantkit": quantkit.__version__, "model": model, "recipe": recipe_document, **report}
-        with refusing(f"output {out} cannot be written", OutputError):
-            save_checkpoint(loaded, document, output.work)
-        check_readable(output.work)
-        output.publish()
-    return QuantizeResult(out, len(plans), bits_per_weight(config), folder_bytes(out), seconds, report["layers"])
+        with workspace(output.place, identity, restart=options.restart) as work:
+            config, report = _quantize(job, work, ACTIVATIONS[options.activations])
+            seconds = time.perf_counter() - started
+            document = {"quantkit": quantkit.__version__, "model": model, "recipe": _recipe_document(recipe), **report}
+            loaded = job.stream.model.to(job.dtype)
+            attach_config(loaded, config_to_json(config))
+            with refusing(f"output {out} cannot be written", OutputError):
+                save_checkpoint(loaded, document, output.work, work.tensors())
+            check_readable(output.work)
+            output.publish()
+    return QuantizeResult(out, len(job.plans), bits_per_weight(config), folder_bytes(out), seconds, report["layers"])
 
 
-def _quantize(
-    model: Any, plans: Mapping[str, LayerPlan], recipe: Recipe, artifact: Calibration | None
-) -> tuple[CheckpointConfig, dict[str, Any]]:
+@dataclass(frozen=True)
+class Job:
+    """A model that is about to be quantized, checked as far as its shapes go. dtype: of what stays floating point."""
+
+    model: str
+    recipe: Recipe
+    stream: ModelStream
+    tokenizer: Any
+    plans: Mapping[str, LayerPlan]
+    artifact: Calibration | None
+    dtype: torch.dtype
+
+
+def open_job(model: str, recipe: Recipe, calibration: Path | None, options: QuantizeOptions) -> Job:
+    """Open the model and plan its layers; no weight is read. Raises QuantkitError as quantize_model does."""
+    check_activations(options.activations)
+    if is_quantized(model):
+        raise ModelError(f"model {model} is quantized already; give the floating-point original")
+    artifact = load_calibration(calibration) if calibration else None
+    stream, tokenizer = open_stream(model, dtype=torch.float32, device=options.device)
+    plans = plan_layers(recipe, list(block_linears(stream.model)))
+    job = Job(model, recipe, stream, tokenizer, plans, artifact, stored_dtype(model))
+    _check_calibration(plans, artifact, recipe)
+    _check_attention(recipe, artifact, stream.model)
+    return job
+
+
+def expect(job: Job, options: QuantizeOptions) -> Estimate:
+    """What the job will write and take."""
+    runs_text = job.recipe.attention_bits is not None or any(
+        METHODS[plan.method].needs_hessian(plan.settings) for plan in job.plans.values()
+    )
+    stored = ACTIVATIONS[options.activations].itemsize if runs_text else 0
+    return estimate(job.stream, job.plans, job.artifact, job.dtype, stored)
+
+
+def _check_space(need: Estimate, folder: Path) -> None:
+    """Refuse a disk or a memory that cannot hold what the job takes."""
+    free = shutil.disk_usage(folder).free
+    if free < need.disk:
+        raise OutputError(
+            f"output in {folder.parent}: takes at least {need.disk / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there; "
+            "choose a folder on another disk"
+        )
+    need.check_memory()
+
+
+def _recipe_document(recipe: Recipe) -> dict[str, Any]:
+    return {"name": recipe.name, **recipe.to_json()}
+
+
+def _identity(job: Job, calibration: Path | None, options: QuantizeOptions) -> dict[str, Any]:
+    """What the work is of. Every weight is read, and checked, on the way."""
+    found = stream_fingerprint(job.stream, _check_weight)
+    digest = None
+    if job.artifact is not None and calibration is not None:
+        check_model(job.artifact, job.stream.model, found)
+        with calibration.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        "version": quantkit.__version__,
+        "model": found,
+        "recipe": _recipe_document(job.recipe),
+        "calibration": digest,
+        "activations": options.activations,
+        "device": job.stream.device.type,
+    }
+
+
+def _quantize(job: Job, work: Workspace, activations: torch.dtype) -> tuple[CheckpointConfig, dict[str, Any]]:
     """Quantize every planned layer in place; (the config of the result, what quantkit.json says of it)."""
-    transforms, folded, changed = _transform(model, plans, artifact)
-    if artifact is not None:
-        artifact = replace(artifact, layers=artifact.layers | changed)
-    layers = _quantize_layers(model, plans, artifact, folded)
-    attention = {}
-    if recipe.attention_bits is not None and artifact is not None:
-        attention = int8_attention.calibrate(model, artifact.windows[:_ATTENTION_WINDOWS])
-    config = replace(_config(model, plans, recipe, artifact), attention=attention)
-    return config, {"calibration": config.meta["calibration"], "transforms": transforms, "layers": layers}
+    meta = {
+        "quantizer": f"quantkit {quantkit.__version__}",
+        "recipe": job.recipe.name,
+        "calibration": job.artifact.meta.to_json() if job.artifact is not None else None,
+    }
+    blocks = BlockWork(
+        job.stream, job.plans, job.artifact, job.dtype, activations, attention=job.recipe.attention_bits is not None
+    )
+    done = quantize_blocks(blocks, work)
+    ignore = [name for name, module in job.stream.model.named_modules() if isinstance(module, nn.Linear)]
+    config = CheckpointConfig(done.stored, tuple(ignore), meta, done.attention)
+    return config, {"calibration": meta["calibration"], "transforms": done.transforms, "layers": done.layers}
 
 
-def _check_calibration(
-    plans: Mapping[str, LayerPlan], artifact: Calibration | None, model: nn.Module, recipe: Recipe
-) -> None:
+def _check_calibration(plans: Mapping[str, LayerPlan], artifact: Calibration | None, recipe: Recipe) -> None:
     if artifact is not None:
-        check_model(artifact, model)
         absent = [name for name in plans if name not in artifact.layers]
         if absent:
-            raise CalibrationError(f"the calibration artifact has no statistics for {absent[0]}; calibrate again")
+            raise CalibrationError(
+                f"calibration: has no statistics for {absent[0]}; it was made for another model "
+                f"({artifact.meta.model}) or by another version; calibrate again"
+            )
         return
     for name, plan in plans.items():
         method = METHODS[plan.method]
@@ -123,130 +203,14 @@ def _check_attention(recipe: Recipe, artifact: Calibration | None, model: nn.Mod
             )
 
 
-def _check_weights(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        peak = _largest_magnitude(parameter.detach()) if parameter.numel() else 0.0
-        if not peak <= _LARGEST:  # also true of NaN
-            what = f"|w| up to {peak:.3g}, beyond fp16" if peak > _LARGEST and peak != float("inf") else "NaN or Inf"
-            raise StatsError(f"{name}: its weights hold {what}; the checkpoint is damaged or diverged")
-
-
-def _check_space(model: nn.Module, plans: Mapping[str, LayerPlan], dtype: torch.dtype, folder: Path) -> None:
-    """Refuse a disk that cannot hold even the unquantized tensors and one bit of every quantized weight."""
-    quantized = {f"{name}.weight" for name in plans}
-    sizes = {name: tensor.numel() for name, tensor in model.named_parameters()}  # tied ones once
-    least = sum(size // 8 if name in quantized else size * dtype.itemsize for name, size in sizes.items())
-    free = shutil.disk_usage(folder).free
-    if free < least:
-        raise OutputError(
-            f"output in {folder.parent}: takes at least {least / 1e9:.3f} GB, {free / 1e9:.3f} GB are free there; "
-            "choose a folder on another disk"
-        )
+def _check_weight(name: str, weight: Tensor) -> None:
+    peak = _largest_magnitude(weight) if weight.numel() else 0.0
+    if not peak <= _LARGEST:  # also true of NaN
+        what = f"|w| up to {peak:.3g}, beyond fp16" if peak > _LARGEST and peak != float("inf") else "NaN or Inf"
+        raise StatsError(f"{name}: its weights hold {what}; the checkpoint is damaged or diverged")
 
 
 def _largest_magnitude(values: Tensor) -> float:
     """max |x|, NaN where there is one; abs() would hold a copy of the largest matrix, the embedding."""
     low, high = torch.aminmax(values)
     return torch.maximum(-low, high).item()
-
-
-def _transform(
-    model: nn.Module, plans: Mapping[str, LayerPlan], artifact: Calibration | None
-) -> tuple[dict[str, Mapping[str, Any]], dict[str, Tensor], dict[str, LayerStats]]:
-    """Run each method's function-preserving edit of the whole model, once, over the layers that use the method.
-
-    Returns each method's report and, by layer name, the scales that were folded and the statistics that changed.
-    """
-    report: dict[str, Mapping[str, Any]] = {}
-    folded: dict[str, Tensor] = {}
-    changed: dict[str, LayerStats] = {}
-    for name in sorted({plan.method for plan in plans.values()}):
-        transform = METHODS[name].transform
-        if transform is not None:
-            own = {layer: plan for layer, plan in plans.items() if plan.method == name}
-            done = transform(model, own, artifact)
-            report[name] = done.report
-            folded |= done.folded_scales
-            changed |= done.stats
-    return report, folded, changed
-
-
-def _quantize_layers(
-    model: nn.Module, plans: Mapping[str, LayerPlan], artifact: Calibration | None, folded: Mapping[str, Tensor]
-) -> dict[str, dict[str, Any]]:
-    """Quantize and replace every planned layer, block by block; the report of each by name.
-
-    Where a block needs Hessians, they are of the inputs that the blocks before it, already quantized, produce.
-    """
-    streamed = any(METHODS[plan.method].needs_hessian(plan.settings) for plan in plans.values())
-    inputs = capture_inputs(model, artifact.windows) if streamed and artifact is not None else None
-    report: dict[str, dict[str, Any]] = {}
-    blocks = decoder_blocks(model)
-    bar = iter(track(plans, "quantizing", total=len(plans)))
-    for index, (prefix, block) in enumerate(blocks):
-        own = {name: plan for name, plan in plans.items() if name.startswith(f"{prefix}.")}
-        layers = {name: _layer_input(model, name, artifact, folded.get(name)) for name in own}
-        if inputs is not None:
-            layers |= _with_hessians(model, block, index, inputs, own, layers)
-        for name, plan in own.items():
-            next(bar)
-            report[name] = _quantize_layer(model, plan, layers.pop(name))
-        if inputs is not None:
-            inputs = advance(block, inputs, index)
-    next(bar, None)
-    return report
-
-
-def _layer_input(model: nn.Module, name: str, artifact: Calibration | None, folded: Tensor | None) -> LayerInput:
-    weight = linear_weight(_module(model, name)).detach().float().contiguous()
-    stats = artifact.layers[name] if artifact is not None else None
-    return LayerInput(name, weight, stats, folded_scale=folded)
-
-
-def _with_hessians(
-    model: nn.Module,
-    block: nn.Module,
-    index: int,
-    inputs: BlockInputs,
-    plans: Mapping[str, LayerPlan],
-    layers: Mapping[str, LayerInput],
-) -> dict[str, LayerInput]:
-    """The layers of one block whose methods ask for a Hessian, each with it."""
-    wanted: dict[str, nn.Module] = {}
-    features: dict[str, Features] = {}
-    for name, plan in plans.items():
-        method = METHODS[plan.method]
-        if method.needs_hessian(plan.settings):
-            wanted[name] = _module(model, name)
-            if method.hessian_features is not None:
-                features[name] = method.hessian_features(layers[name], plan.settings)
-    if not wanted:
-        return {}
-    hessians = block_hessians(block, inputs, index, wanted, features)
-    return {name: replace(layers[name], hessian=hessian) for name, hessian in hessians.items()}
-
-
-def _quantize_layer(model: nn.Module, plan: LayerPlan, layer: LayerInput) -> dict[str, Any]:
-    module = _module(model, layer.name)
-    packed = METHODS[plan.method].quantize(layer, plan.settings)
-    bias = linear_bias(module)
-    model.set_submodule(layer.name, QuantizedLinear.from_packed(packed, bias, module.weight.dtype))
-    return {"method": plan.method, **packed.report}
-
-
-def _config(
-    model: nn.Module, plans: Mapping[str, LayerPlan], recipe: Recipe, artifact: Calibration | None
-) -> CheckpointConfig:
-    ignore = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
-    meta = {
-        "quantizer": f"quantkit {quantkit.__version__}",
-        "recipe": recipe.name,
-        "calibration": artifact.meta.to_json() if artifact is not None else None,
-    }
-    modules = {name: _module(model, name) for name in plans}
-    layers = {name: StoredLayer(module.spec, module.shape) for name, module in modules.items()}
-    return CheckpointConfig(layers, tuple(ignore), meta)
-
-
-def _module(model: nn.Module, name: str) -> Any:
-    return model.get_submodule(name)

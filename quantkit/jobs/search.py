@@ -16,10 +16,10 @@ import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
 from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeError, refusing
 from quantkit.evaluation.divergence import window_scores
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.methods import check_recipe, plan_layers
 from quantkit.models.families import block_linears, merged_linears
-from quantkit.models.loading import is_quantized, load_model, stored_dtype
+from quantkit.models.loading import first_device, is_quantized, load_model, stored_dtype
 from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_settings
 from quantkit.search.document import plan_document, plan_recipe, plan_text
 from quantkit.search.measure import corrected_losses, measure_layers
@@ -109,7 +109,7 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
         raise RecipeError(f"`settings` measure={own['measure']}: expected a number of layers, -1 for all")
     if not isinstance(own.get("device", "cpu"), str):
         raise RecipeError(f"`settings` device={own['device']}: expected cpu, cuda, cuda:1, ...")
-    return SearchSettings(recipe, **own)
+    return SearchSettings(recipe, **{"device": first_device(), **own})
 
 
 def search(
@@ -283,7 +283,9 @@ def _measured_kl(plan: Plan, source: _Source) -> float:
     with tempfile.TemporaryDirectory(prefix="quantkit-search-") as folder:
         out, recipe = Path(folder) / "model", plan_recipe(plan, settings.base)
         device = settings.device
-        quantize_model(source.model, recipe, out, calibration=source.calibration, device=device, overwrite=False)
+        quantize_model(
+            source.model, recipe, out, calibration=source.calibration, options=QuantizeOptions(device=device)
+        )
         quantized, _ = load_model(str(out), dtype=torch.float32, device=device)
     windows = source.artifact.windows
     used = windows[: max(1, _KL_TOKENS // windows.shape[1])]

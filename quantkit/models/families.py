@@ -231,6 +231,12 @@ def known_family(model: nn.Module) -> Family | None:
     return next((family for family in FAMILIES if model_type in family.model_types), None)
 
 
+def uses_alibi(model: nn.Module) -> bool:
+    """Whether positions come from a bias made of the two-dimensional mask; Falcon's config says it model by model."""
+    family = known_family(model)
+    return (family is not None and family.alibi) or getattr(getattr(model, "config", None), "alibi", False) is True
+
+
 def family_named(name: str) -> Family:
     """The row of FAMILIES of that name, which is in the table."""
     return next(family for family in FAMILIES if family.name == name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,9 @@ from quantkit.storage.place import is_stream
 
 if TYPE_CHECKING:  # torch and transformers take seconds; a wrong name must be refused before that
     import torch
-    from torch import nn
+    from torch import Tensor, nn
+
+    from quantkit.models.stream import ModelStream
 
 FINGERPRINT_VALUES = 256  # per parameter: about 0.1 MB read for a 7B model, yet any retraining shows
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -95,17 +97,48 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
     Raises ModelError naming the cause: folder, hub, config, tokenizer, missing or damaged weights; DeviceError for a
     device that is not there.
     """
-    source = resolve_model(model)
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from quantkit.cuda.device import usable_device
 
-    device = usable_device(device)
-    _silence_loading_bars()
-    local_only = source.offline is not None
+    source, device = resolve_model(model), usable_device(device)
+    tokenizer = _load_tokenizer(model, source)
+    return _load_weights(model, source, dtype=dtype, device=device).eval().to(device), tokenizer
+
+
+def open_stream(
+    model: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
+) -> tuple[ModelStream, Any]:
+    """(the model as a stream of its blocks, tokenizer); arguments and errors as of load_model.
+
+    Names, shapes and completeness of all weights are checked; none is in memory yet.
+    """
+    from quantkit.cuda.device import usable_device
+    from quantkit.models.stream import ModelStream, WeightReader, check_ties, restore_buffers
+
+    source, device = resolve_model(model), usable_device(device)
+    tokenizer = _load_tokenizer(model, source)
+    empty = _load_weights(model, source, dtype=dtype, device=device, device_map="meta").eval()
+    restore_buffers(empty, device)
+    stream = ModelStream(empty, device, WeightReader(empty, _weights_folder(source)))
+    check_ties(stream)
+    return stream, tokenizer
+
+
+def _load_tokenizer(model: str, source: ModelSource) -> Any:
+    from transformers import AutoTokenizer
+
+    offline = source.offline is not None
     with _one_line(f"tokenizer of {model}"):
-        tokenizer = AutoTokenizer.from_pretrained(source.location, local_files_only=local_only, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source.location, local_files_only=offline, trust_remote_code=False)
+
+
+def _load_weights(
+    model: str, source: ModelSource, *, dtype: torch.dtype | None, device: torch.device, device_map: str | None = None
+) -> Any:
+    """The model as transformers loads it; device_map: None is the CPU, ``meta`` checks everything and reads nothing."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    _silence_loading_bars()
     wanted: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
     if device.type == "cpu" and wanted in (torch.bfloat16, torch.float16):
         check_half_precision()
@@ -113,14 +146,27 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
         answer: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
             dtype=wanted,
-            local_files_only=local_only,
+            device_map=device_map,
+            local_files_only=source.offline is not None,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # _check_complete refuses them by name; transformers would not name them
             output_loading_info=True,
         )
     loaded, report = answer
     _check_complete(model, report, strangers=not is_quantized(loaded))
-    return loaded.eval().to(device), tokenizer
+    return loaded
+
+
+def _weights_folder(source: ModelSource) -> Path:
+    """The folder that the weight files are in; those of a hub id have been downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(source.location).is_dir():
+        return Path(source.location)
+    cached = try_to_load_from_cache(source.location, "config.json")
+    if not isinstance(cached, str):
+        raise ModelError(f"model {source.location}: its files are not in the local hub cache")
+    return Path(cached).parent
 
 
 def _silence_loading_bars() -> None:
@@ -149,14 +195,37 @@ def fingerprint(model: nn.Module) -> str:
 
     Values are compared in bf16, so that loading one checkpoint in fp32, bf16 or fp16 gives one fingerprint.
     """
+    samples = {name: fingerprint_sample(parameter) for name, parameter in model.named_parameters()}
+    return fingerprint_of(model, samples)
+
+
+def stream_fingerprint(stream: ModelStream, look: Callable[[str, Tensor], None] | None = None) -> str:
+    """``fingerprint`` of a stream, every part of which is read once. look: is shown each parameter on the way."""
+    samples = {}
+    for prefix in stream.parts():
+        for name, parameter in stream.model.named_parameters():
+            if stream.owner(name) == prefix:
+                samples[name] = fingerprint_sample(parameter)
+                if look is not None:
+                    look(name, parameter.detach())
+    return fingerprint_of(stream.model, samples)
+
+
+def fingerprint_sample(parameter: Tensor) -> bytes:
+    """What the fingerprint holds of one parameter's values."""
     import torch
 
+    values = parameter.detach().reshape(-1)
+    sample = values[:: max(1, values.numel() // FINGERPRINT_VALUES)][:FINGERPRINT_VALUES]
+    return sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
+
+
+def fingerprint_of(model: nn.Module, samples: Mapping[str, bytes]) -> str:
+    """The fingerprint of a model whose parameters, wherever they are, gave these samples."""
     digest = hashlib.sha256(str(getattr(getattr(model, "config", None), "model_type", "")).encode())
     for name, parameter in model.named_parameters():
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
-        values = parameter.detach().reshape(-1)
-        sample = values[:: max(1, values.numel() // FINGERPRINT_VALUES)][:FINGERPRINT_VALUES]
-        digest.update(sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+        digest.update(samples[name])
     return digest.hexdigest()
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.errors import ModelError
-from quantkit.models.families import decoder_blocks, model_body
+from quantkit.models.families import model_body
 from quantkit.models.inputs import InputTap
+from quantkit.models.stream import ModelStream
+from quantkit.storage.resume import Workspace
 
 Features = Callable[[Tensor], Tensor]
 """x [tokens, K] of a Linear -> [tokens, C], what its quantizer calibrates on instead."""
@@ -30,12 +33,27 @@ class BlockCall:
 class BlockInputs:
     """What flows into a block.
 
-    hidden: [windows, seq_len, hidden_size] in the model's dtype, on the CPU; one window is on the device at a time.
+    hidden: [windows, seq_len, hidden_size] on the CPU; one window is on the device at a time.
     calls: how each block is called, in block order; the same for every window, as all have one length.
+    dtype: what the blocks compute in; ``hidden`` may be stored in fewer bits.
     """
 
     hidden: Tensor
     calls: tuple[BlockCall, ...]
+    dtype: torch.dtype
+
+    def with_hidden(self, hidden: Tensor) -> BlockInputs:
+        """The same with other hidden states."""
+        return replace(self, hidden=hidden)
+
+
+Room = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""(shape, dtype) -> a tensor on the CPU to hold hidden states, in memory or mapped from a file."""
+
+
+def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Room for hidden states in memory."""
+    return torch.empty(shape, dtype=dtype)
 
 
 class _Captured(Exception):
@@ -43,32 +61,49 @@ class _Captured(Exception):
 
 
 @torch.no_grad()
-def capture_inputs(model: nn.Module, windows: Tensor) -> BlockInputs:
+def capture_inputs(
+    stream: ModelStream, windows: Tensor, *, room: Room = in_memory, dtype: torch.dtype | None = None
+) -> BlockInputs:
     """Inputs of the first decoder block for every window, and how each block is called.
 
-    windows: [n, seq_len] token ids.
+    windows: [n, seq_len] token ids. room: where the hidden states go. dtype: what they are stored in; by default what
+    the model computes in.
     Raises ModelError where the blocks are no plain chain (each fed by the one before), or for an unknown structure.
     """
-    blocks = [block for _, block in decoder_blocks(model)]
-    body = model_body(model)
-    device = next(model.parameters()).device
-    calls = _record_calls(model, blocks, windows[:1].to(device, torch.long))
-    hidden: list[Tensor] = []
+    with stream.outside():
+        calls, width, computed = _recorded_calls(stream, windows)
+        hidden = room((*windows.shape, *width), dtype or computed)
+        numbers = iter(range(len(windows)))
 
-    def catch(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        hidden.append(_hidden(arguments, keywords).cpu())
-        raise _Captured
+        def catch(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            hidden[next(numbers)] = _hidden(arguments, keywords)[0]
+            raise _Captured
 
-    handle = blocks[0].register_forward_pre_hook(catch, with_kwargs=True)
-    try:
-        for window in windows.split(1):
-            try:
-                body(window.to(device, torch.long), use_cache=False)
-            except _Captured:
-                continue
-    finally:
-        handle.remove()
-    return BlockInputs(torch.cat(hidden), calls)
+        body, (_, first) = model_body(stream.model), stream.blocks[0]
+        handle = first.register_forward_pre_hook(catch, with_kwargs=True)
+        try:
+            for window in windows.split(1):
+                with suppress(_Captured):
+                    body(window.to(stream.device, torch.long), use_cache=False)
+        finally:
+            handle.remove()
+    return BlockInputs(hidden, calls, computed)
+
+
+def stored_inputs(
+    stream: ModelStream, windows: Tensor, work: Workspace, dtype: torch.dtype, *, first: int
+) -> BlockInputs:
+    """capture_inputs with the hidden states in the work's files: those that its next block starts from.
+
+    first: which piece of the work the first block is. Raises OutputError where an earlier run's are not what it wrote.
+    """
+    if not work.finished:
+        return capture_inputs(stream, windows, room=partial(work.state, first), dtype=dtype)
+    with stream.outside(), torch.no_grad():
+        calls, width, computed = _recorded_calls(stream, windows)
+    hidden = work.state(work.finished, (*windows.shape, *width), dtype)
+    work.check_state(hidden)
+    return BlockInputs(hidden, calls, computed)
 
 
 def run_block(block: nn.Module, inputs: BlockInputs, index: int) -> Iterator[tuple[int, Tensor]]:
@@ -77,15 +112,16 @@ def run_block(block: nn.Module, inputs: BlockInputs, index: int) -> Iterator[tup
     call = inputs.calls[index]
     for number, hidden in enumerate(inputs.hidden.split(1)):
         with torch.no_grad():
-            output = block(hidden.to(device), *call.arguments, **call.keywords)
-        yield number, output[0] if isinstance(output, tuple) else output
+            output = block(hidden.to(device, inputs.dtype), *call.arguments, **call.keywords)
+        yield number, _first(output)
 
 
-def advance(block: nn.Module, inputs: BlockInputs, index: int) -> BlockInputs:
-    """The inputs of block ``index + 1``: ``inputs.hidden`` is overwritten window by window, so memory stays flat."""
+def advance(block: nn.Module, inputs: BlockInputs, index: int, into: Tensor | None = None) -> BlockInputs:
+    """The inputs of block ``index + 1``, written to ``into`` or, window by window, over those of this block."""
+    outputs = inputs.hidden if into is None else into
     for number, output in run_block(block, inputs, index):
-        inputs.hidden[number] = output[0].to(inputs.hidden.device)
-    return inputs
+        outputs[number] = output[0].to(outputs.device)
+    return inputs.with_hidden(outputs)
 
 
 def block_hessians(
@@ -129,31 +165,82 @@ def block_hessians(
     return {name: sums[owner] for name, owner in aliases.items()}
 
 
-def _record_calls(model: nn.Module, blocks: list[nn.Module], window: Tensor) -> tuple[BlockCall, ...]:
-    """Arguments of every block in one full pass; they differ where layers attend differently (sliding, local rope)."""
-    calls: list[BlockCall] = []
-    previous: list[Tensor] = []
+Recorded = tuple[tuple[BlockCall, ...], tuple[int, ...], torch.dtype]
+"""How each block is called, the shape of a hidden state behind [n, seq_len], and what the blocks compute in."""
 
-    def before(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+
+def _recorded_calls(stream: ModelStream, windows: Tensor) -> Recorded:
+    """_record_calls, once it is known that what the blocks are called with does not depend on the text.
+
+    Raises ModelError where it does: the calls of one window would be wrong for another.
+    """
+    ends = [windows[end][None].to(stream.device, torch.long) for end in ((0, -1) if len(windows) > 1 else (0,))]
+    with stream.block(0):
+        found = [_record_calls(stream, window) for window in ends]
+    for index, (first, other) in enumerate(zip(found[0][0], found[-1][0], strict=True)):
+        if not _same(first.arguments, other.arguments) or not _same(first.keywords, other.keywords):
+            raise ModelError(
+                f"{type(stream.model).__name__}: hands block {index} something that depends on the text; models with "
+                "such blocks (inputs per layer) cannot be run block by block"
+            )
+    return found[0]
+
+
+def _same(first: Any, other: Any) -> bool:
+    """Whether two arguments of a block are equal; objects that are neither tensors nor collections are taken so."""
+    if isinstance(first, Tensor):
+        return isinstance(other, Tensor) and torch.equal(first, other)
+    if isinstance(first, dict):
+        return isinstance(other, dict) and all(_same(value, other.get(key)) for key, value in first.items())
+    if isinstance(first, list | tuple):
+        return len(first) == len(other) and all(map(_same, first, other))
+    return True
+
+
+def _record_calls(stream: ModelStream, window: Tensor) -> Recorded:
+    """Arguments of every block in one pass; they differ where layers attend differently (sliding, local rope).
+
+    Only the first block computes: what the model hands to a block depends on the tokens' places alone. The others give
+    back what they are given, in the form of the first block's answer.
+    """
+    name, blocks = type(stream.model).__name__, [block for _, block in stream.blocks]
+    calls: list[BlockCall] = []
+    outputs: list[Any] = []
+
+    def record(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
         hidden = _hidden(arguments, keywords)
-        if previous and (hidden.shape != previous[0].shape or hidden.data_ptr() != previous[0].data_ptr()):
-            raise ModelError(f"{type(model).__name__}: block {len(calls)} is not fed by the block before it")
+        before = _first(outputs[-1]) if outputs else None
+        if before is not None and (hidden.shape != before.shape or hidden.data_ptr() != before.data_ptr()):
+            raise ModelError(f"{name}: block {len(calls)} is not fed by the block before it")
         keywords = {key: value for key, value in keywords.items() if key != "hidden_states"}
         calls.append(BlockCall(arguments[1:], keywords))
+        return hidden
 
-    def after(_module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        previous[:] = [output[0] if isinstance(output, tuple) else output]
+    def pass_on(*arguments: Any, **keywords: Any) -> Any:
+        hidden = record(arguments, keywords).clone()
+        outputs.append((hidden, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else hidden)
+        return outputs[-1]
 
-    handles = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
-    handles += [block.register_forward_hook(after) for block in blocks]
-    try:
-        model_body(model)(window, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    shape: list[torch.Size] = []
+
+    def compute(*arguments: Any, **keywords: Any) -> Any:
+        shape.append(record(arguments, keywords).shape)
+        outputs.append(forward(*arguments, **keywords))
+        return outputs[-1]
+
+    forward = blocks[0].forward
+    with stream.block(0), ExitStack() as stack:
+        for number, block in enumerate(blocks):
+            stack.callback(block.__dict__.pop, "forward")
+            block.forward = pass_on if number else compute
+        model_body(stream.model)(window, use_cache=False)
     if len(calls) != len(blocks):
-        raise ModelError(f"{type(model).__name__}: a pass runs {len(calls)} of its {len(blocks)} blocks")
-    return tuple(calls)
+        raise ModelError(f"{name}: a pass runs {len(calls)} of its {len(blocks)} blocks")
+    return tuple(calls), tuple(shape[0][2:]), _first(outputs[0]).dtype
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple) else output
 
 
 def _hidden(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:

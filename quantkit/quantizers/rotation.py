@@ -47,6 +47,7 @@ def rotation_matrix(size: int, seed: int = ROTATION_SEED) -> Tensor:
 def fold_rotation(model: nn.Module, plans: Mapping[str, Any], calibration: Any) -> Transformed:
     """Rotate the residual stream where any planned layer asks for it (``rotate: true``); the function stays the same.
 
+    Parts of the model on the meta device are left for a later call: decoder blocks, and all outside them.
     plans: LayerPlan by module name, the settings having ``rotate``. calibration: the artifact, or None.
     A tied head is untied: it takes the last norm's gain, the embedding does not.
     Returns the rotated statistics of the layers that read the residual stream.
@@ -55,11 +56,14 @@ def fold_rotation(model: nn.Module, plans: Mapping[str, Any], calibration: Any) 
     if not any(plan.settings.rotate for plan in plans.values()):
         return Transformed({})
     row, last_norm = _residual_stream(model)
-    rotation = rotation_matrix(model.config.hidden_size).to(next(model.parameters()).device)  # type: ignore[union-attr, arg-type]
-    head, embedding = _untied_head(model), model.get_input_embeddings()  # type: ignore[operator]
-    _set(embedding.weight, embedding.weight.double() @ rotation)
+    rotation = rotation_matrix(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+    rotation = rotation.to(next(tensor for tensor in model.parameters() if not tensor.is_meta).device)
+    if not last_norm.is_meta:
+        _rotate_outside(model, last_norm, rotation)
     stats: dict[str, LayerStats] = {}
     for prefix, block in decoder_blocks(model):
+        if next(block.parameters()).is_meta:
+            continue
         for norm_name, readers in _readers(row).items():
             gain = block.get_submodule(norm_name).weight
             assert isinstance(gain, Tensor)
@@ -71,9 +75,14 @@ def fold_rotation(model: nn.Module, plans: Mapping[str, Any], calibration: Any) 
             gain.fill_(1.0)
         for name in (row.attention.output, row.target):
             _rotate_output(block.get_submodule(name), rotation)
+    return Transformed({"rotated": model.config.hidden_size, "seed": ROTATION_SEED}, stats=stats)  # type: ignore[union-attr]
+
+
+def _rotate_outside(model: nn.Module, last_norm: Tensor, rotation: Tensor) -> None:
+    head, embedding = _untied_head(model), model.get_input_embeddings()  # type: ignore[operator]
+    _set(embedding.weight, embedding.weight.double() @ rotation)
     _unrotate_input(head, last_norm, rotation)
     last_norm.fill_(1.0)
-    return Transformed({"rotated": model.config.hidden_size, "seed": ROTATION_SEED}, stats=stats)  # type: ignore[union-attr]
 
 
 def _residual_stream(model: nn.Module) -> tuple[ResidualBlock, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import GenerationError
-from quantkit.models.families import known_family
+from quantkit.models.families import uses_alibi
 from quantkit.runtime.cuda_graph import DEVICE_LOCK, capture
 from quantkit.runtime.decoder_block import token_blocks
 from quantkit.runtime.norms import fast_norm
@@ -111,7 +111,7 @@ def start(
     if limit is not None and capacity > limit:
         raise GenerationError(f"{capacity} tokens of prompt and answer exceed the model's {limit} positions")
     cache, capacity = _static_cache(model, capacity)
-    device, family = ids.device, known_family(model)
+    device = ids.device
     session = Session(
         model,
         cache,
@@ -119,7 +119,7 @@ def start(
         token=torch.zeros(len(ids), 1, dtype=torch.long, device=device),
         position=torch.zeros(1, dtype=torch.long, device=device),
         tokens=torch.zeros(len(ids), capacity, dtype=torch.long, device=device),
-        alibi=family is not None and family.alibi,
+        alibi=uses_alibi(model),
         fast=device.type == "cuda" and len(ids) == 1 if fast is None else fast,
         padding=padding,
         draw=draw,

@@ -14,7 +14,8 @@ integers held in fp32. Masks are those of transformers' sdpa function: none at a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,25 +48,42 @@ def check_supported(model: Any) -> None:
 def calibrate(model: Any, windows: Tensor) -> dict[str, AttentionScales]:
     """Scales of every attention module by name, from a pass of the model over windows [n, seq_len] of token ids.
 
-    Q and K are taken as the attention function gets them, positions included. The model keeps the attention function
-    it had. Raises ModelError for a model that takes none, or that calls it from no module of its own.
+    Raises ModelError as observing does, or where no module of its own calls the attention function.
     """
-    check_supported(model)
-    before, device = model.config._attn_implementation, next(model.parameters()).device
-    model.set_attn_implementation(_OBSERVING)
-    try:
+    device = next(model.parameters()).device
+    with observing(model):
         for window in track(windows.split(1), "attention ranges", total=len(windows)):
             model.base_model(window.to(device, torch.long), use_cache=False)
+    scales = take_scales("", model)
+    if not scales:
+        raise ModelError(f"{type(model).__name__}: no attention module called the attention function")
+    return scales
+
+
+@contextmanager
+def observing(model: Any) -> Iterator[None]:
+    """While entered, attention modules that run remember the largest magnitudes of Q, K and V, for take_scales.
+
+    Q and K are taken as the attention function gets them, positions included. The model keeps the attention function
+    it had. Raises ModelError for a model that takes none.
+    """
+    check_supported(model)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(_OBSERVING)
+    try:
+        yield
     finally:
         model.set_attn_implementation(before)
+
+
+def take_scales(prefix: str, block: nn.Module) -> dict[str, AttentionScales]:
+    """Scales of every attention module that ran in a block since they were last taken, by its name in the model."""
     scales = {}
-    for name, module in model.named_modules():
+    for name, module in block.named_modules(prefix=prefix):
         peaks = module.__dict__.pop(_PEAKS, None)
         if peaks is not None:
             steps = (peaks.clamp(min=torch.finfo(torch.float32).tiny) / MOST_CODE).tolist()
             scales[name] = AttentionScales(*steps)
-    if not scales:
-        raise ModelError(f"{type(model).__name__}: no attention module called the attention function")
     return scales
 
 

@@ -24,6 +24,7 @@ from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.table import dequantize, spec_from_json, spec_to_json, stored_bytes
 from quantkit.methods import METHODS
 from quantkit.models.families import block_linears, decoder_blocks, linear_shape, linear_weight
+from quantkit.models.stream import in_memory_stream
 from quantkit.models.streaming import advance, block_hessians, capture_inputs
 from quantkit.progress import track
 from quantkit.quantizers.base import LayerInput
@@ -221,7 +222,7 @@ def layers_with_hessians(
 ) -> Iterator[tuple[LayerInput, Option]]:
     """Block after block, every (layer, option) of the work; the Hessians are those of the unquantized model."""
     linears = block_linears(model)
-    inputs = capture_inputs(model, calibration.windows)
+    inputs = capture_inputs(in_memory_stream(model), calibration.windows)
     left = sum(map(len, work.values()))
     for index, (prefix, block) in enumerate(decoder_blocks(model)):
         own = {name: linears[name] for name in work if name.startswith(f"{prefix}.")}

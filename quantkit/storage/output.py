@@ -59,7 +59,7 @@ class OutputFolder:
                     self._keep()
                 self.work.rename(self.place)
                 self.published = True
-                _sync(self.place.parent)
+                sync(self.place.parent)
                 return
             if not self._is_replaceable(self.place):
                 self._keep()
@@ -68,9 +68,9 @@ class OutputFolder:
                 exchange(self.work, self.place, aside=beside(self.place, "old"))
                 self._keep()
             self.published = True
-            _sync(self.place.parent)
+            sync(self.place.parent)
             shutil.rmtree(self.work)
-            _sync(self.place.parent)
+            sync(self.place.parent)
 
     def _is_replaceable(self, folder: Path) -> bool:
         """Whether the folder is the one that was there at the start, and nothing of others came into it."""
@@ -131,7 +131,7 @@ def output_file(out: Path, parameter: str = "`out`", *, replace: bool = False) -
 
 
 def _move_file(work: Path, place: Path, replace: bool) -> None:
-    _sync(work)
+    sync(work)
     if replace:
         work.replace(place)
     else:
@@ -139,7 +139,7 @@ def _move_file(work: Path, place: Path, replace: bool) -> None:
             rename_new(work, place)
         except FileExistsError:
             raise OutputError(f"output {place}: something else was put there meanwhile; it was left alone") from None
-    _sync(place.parent)
+    sync(place.parent)
 
 
 def write_file(out: Path, content: bytes, parameter: str = "`out`") -> None:
@@ -169,11 +169,11 @@ def _replaceable(out: Path, place: Path, replace: bool, foreign: Foreign) -> int
 def _sync_tree(folder: Path) -> None:
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
-            _sync(Path(root) / name)
-        _sync(Path(root))
+            sync(Path(root) / name)
+        sync(Path(root))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Write a file, or a folder's names, through to the disk; some network file systems cannot, for folders."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

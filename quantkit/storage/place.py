@@ -115,7 +115,7 @@ def is_absent_or_empty(place: Path) -> bool:
 @contextmanager
 def locked(what: str, place: Path) -> Iterator[None]:
     """Hold the lock of a place. It ends with the process, however that ends; the file is removed with it."""
-    path = _hidden(place, "lock")
+    path = hidden(place, "lock")
     with refusing(f"{what} cannot be written", OutputError):
         descriptor = _lock(path, what)
     try:
@@ -142,15 +142,16 @@ def _lock(path: Path, what: str) -> int:
         os.close(descriptor)  # the writer before us removed it between our two calls
 
 
-def _hidden(place: Path, use: str) -> Path:
+def hidden(place: Path, use: str) -> Path:
+    """The hidden name beside a place that only this package uses, for one use."""
     name = os.fsencode(place.name)
     stem = place.name if len(name) <= _MAX_NAME else sha256(name).hexdigest()[:32]
     return place.with_name(f".{stem}.quantkit-{use}")
 
 
 def beside(place: Path, use: str) -> Path:
-    hidden = _hidden(place, use)
-    return hidden.with_name(f"{hidden.name}-{secrets.token_hex(TOKEN_BYTES)}")
+    name = hidden(place, use)
+    return name.with_name(f"{name.name}-{secrets.token_hex(TOKEN_BYTES)}")
 
 
 def make_folder(place: Path) -> Path:
@@ -170,7 +171,7 @@ def clear_leftovers(place: Path) -> None:
     Where the killed one had moved the old result aside and not yet the new one in, the old one is put back.
     """
     for use in ("old", "new"):
-        pattern = re.compile(re.escape(_hidden(place, use).name) + f"-[0-9a-f]{{{2 * TOKEN_BYTES}}}")
+        pattern = re.compile(re.escape(hidden(place, use).name) + f"-[0-9a-f]{{{2 * TOKEN_BYTES}}}")
         names = sorted(entry.name for entry in os.scandir(place.parent) if pattern.fullmatch(entry.name))
         for left in map(place.with_name, names):
             if use == "old" and status(place) is None:

@@ -84,13 +84,34 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
     The same tensors and metadata give the same bytes (the safetensors library writes metadata in random order).
     """
-    ordered = {name: tensors[name] for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))}
+    ordered = in_file_order(tensors)
     with ThreadPoolExecutor(_threads()) as pool:
         digests = dict(zip(ordered, pool.map(tensor_digest, ordered.values()), strict=True))
     with path.open("xb") as file:
         file.write(file_header(ordered, metadata, digests))
         for tensor in ordered.values():
             file.write(_raw(tensor))
+
+
+def copy_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], sources: Mapping[str, TensorFile]
+) -> None:
+    """Write the file that write_tensors would write, the bytes and digests coming from other files; raises OSError.
+
+    tensors: their shapes and dtypes, on the meta device. sources: by name, the file that holds the tensor.
+    """
+    ordered = in_file_order(tensors)
+    digests = {name: sources[name].digests[name] for name in ordered}
+    with path.open("xb") as file:
+        file.write(file_header(ordered, metadata, digests))
+        for name in ordered:
+            for part in _stored_bytes(sources[name], name):
+                file.write(part)
+
+
+def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as they lie in a file: those of wide values first, so that each is aligned."""
+    return {name: tensors[name] for name in sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))}
 
 
 def file_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], digests: Mapping[str, str]) -> bytes:
@@ -194,16 +215,25 @@ def _expected(file: TensorFile, kind: type[QuantkitError]) -> Iterator[tuple[str
 
 def _matches(file: TensorFile, name: str, expected: str) -> bool:
     stored = file.tensors[name]
-    digest, room, left = _started(stored.dtype, stored.shape), memoryview(bytearray(_READ_BYTES)), stored.bytes
+    digest, count = _started(stored.dtype, stored.shape), 0
+    for part in _stored_bytes(file, name):
+        digest.update(part)
+        count += len(part)
+    return count == stored.bytes and digest.hexdigest() == expected
+
+
+def _stored_bytes(file: TensorFile, name: str) -> Iterator[memoryview]:
+    """The bytes of a tensor as they lie in its file, part by part; fewer where the file ends."""
+    stored, room = file.tensors[name], memoryview(bytearray(_READ_BYTES))
+    left = stored.bytes
     with file.path.open("rb", buffering=0) as stream:
         stream.seek(stored.start)
         while left:
             count = stream.readinto(room[: min(left, _READ_BYTES)])
             if not count:
-                return False
-            digest.update(room[:count])
+                return
+            yield room[:count]
             left -= count
-    return digest.hexdigest() == expected
 
 
 def _metadata_digest(metadata: Mapping[str, str]) -> str:

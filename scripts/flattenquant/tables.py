@@ -24,8 +24,8 @@ from quantkit.calibration.runner import calibrate
 from quantkit.checkpoint.summary import summarize
 from quantkit.data.corpora import load_text
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.jobs.quantize import quantize_model
-from quantkit.models.loading import load_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
+from quantkit.models.loading import load_model, open_stream
 from quantkit.nn.clipping import count_clipping
 from quantkit.recipe import load_recipe
 from scripts.common import environment_of, read_document, replace_section, run_script, write_document
@@ -45,9 +45,8 @@ def measure(model: str, run: Run, work: Path, options: argparse.Namespace, seq_l
     if run.recipe:
         out = work / "quantized"
         recipe = load_recipe(run.recipe, run.overrides)
-        result = quantize_model(
-            model, recipe, out, calibration=work / "c.safetensors", device=options.device, overwrite=True
-        )
+        job = QuantizeOptions(device=options.device, overwrite=True)
+        result = quantize_model(model, recipe, out, calibration=work / "c.safetensors", options=job)
         row |= {"quantize_seconds": result.seconds, "bits_per_weight": result.bits_per_weight, **layer_facts(out)}
         evaluated = str(out)
     loaded, tokenizer = load_model(evaluated, device=options.device)
@@ -96,9 +95,9 @@ def measure_model(
             entry["injected_channels"] = save_with_outliers(
                 source, Path(model), factor=float(factor), channels=INJECTED_CHANNELS
             )
-        loaded, tokenizer = load_model(model, device=options.device)
+        stream, tokenizer = open_stream(model, dtype=torch.float32, device=options.device)
         artifact = calibrate(
-            loaded,
+            stream,
             tokenizer,
             load_text(None, options.calibration_text, split="train"),
             name=argument,
@@ -107,7 +106,6 @@ def measure_model(
             seed=0,
         )
         save_calibration(artifact, work / "c.safetensors")
-        del loaded
         for run in runs.values():
             row = measure(model, run, work, options, int(seq_len))
             if here != there:

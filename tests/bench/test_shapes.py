@@ -6,7 +6,7 @@ from quantkit.bench.shapes import MODELS, LinearShape, model_linears, parse_shap
 from quantkit.errors import BenchError
 
 BILLIONS = {"opt-6.7b": 6.7, "opt-13b": 13, "opt-30b": 30, "opt-66b": 66, "llama-2-7b": 6.7, "llama-2-70b": 69}
-BILLIONS |= {"bloom-7b": 7.07, "llama-3-8b": 8.0, "smollm2-135m": 0.135}
+BILLIONS |= {"bloom-7b": 7.07, "llama-3-8b": 8.0, "llama-3-70b": 70.6, "smollm2-135m": 0.135}
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,13 +14,14 @@ from quantkit.data.corpora import Corpus
 from quantkit.errors import DataError, ModelError, StatsError
 from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.loading import load_model
+from quantkit.models.stream import in_memory_stream
 from quantkit.stats import SAMPLE_ROWS
 
 MEAN_RTOL = 1e-5  # fp32 sums in another order
 
 
 def _run(model: torch.nn.Module, tokenizer: object, corpus: Corpus, windows: int = 3) -> Calibration:
-    return calibrate(model, tokenizer, corpus, name="tiny", windows=windows, seq_len=64, seed=0)
+    return calibrate(in_memory_stream(model), tokenizer, corpus, name="tiny", windows=windows, seq_len=64, seed=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gpt2"])

@@ -17,7 +17,7 @@ from quantkit.checkpoint.read import read_checkpoint, weight_files
 from quantkit.checkpoint.summary import summarize
 from quantkit.errors import CheckpointError
 from quantkit.integrations.transformers import check_readable, load_checkpoint
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.recipe import load_recipe
 from quantkit.storage.tensors import VERIFY_VARIABLE
 from tests.pipeline import quantize_tiny
@@ -39,7 +39,7 @@ def flat(
 ) -> Path:
     out, recipe = tmp_path_factory.mktemp("read") / "flat", load_recipe("flatten-o1")
     model, calibration = str(tiny_model("llama")), calibrated("llama")
-    quantize_model(model, recipe, out, calibration=calibration, device="cpu", overwrite=False)
+    quantize_model(model, recipe, out, calibration=calibration, options=QuantizeOptions())
     return out
 
 

@@ -12,7 +12,7 @@ from quantkit.assets import recipe_names
 from quantkit.checkpoint.read import read_checkpoint
 from quantkit.errors import CalibrationError
 from quantkit.formats.table import stored_bytes
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.jobs.recipes import NOTHING, shipped_recipes
 from quantkit.methods import METHODS, plan_layers
 from quantkit.quantizers.base import LayerInput
@@ -62,6 +62,5 @@ def test_what_is_said_to_need_calibration_is_refused_without(name: str, tmp_path
             load_recipe(name),
             tmp_path / "out",
             calibration=None,
-            device="cpu",
-            overwrite=False,
+            options=QuantizeOptions(),
         )

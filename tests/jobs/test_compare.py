@@ -6,7 +6,7 @@ import pytest
 from quantkit.formats.bcq import ROW_WISE, BcqSpec
 from quantkit.formats.bipolar import BipolarSpec
 from quantkit.jobs.compare import _label, _size
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.recipe import load_recipe
 
 
@@ -32,7 +32,6 @@ def test_layers_of_one_kind_share_a_label_whatever_their_columns(
         load_recipe("flatten-o1"),
         tmp_path / "q",
         calibration=calibrated("opt"),
-        device="cpu",
-        overwrite=False,
+        options=QuantizeOptions(),
     )
     assert _size(str(tmp_path / "q"))[0] == "flatten q8"

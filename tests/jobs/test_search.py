@@ -18,10 +18,10 @@ from quantkit.checkpoint.write import folder_bytes
 from quantkit.data.corpora import Corpus
 from quantkit.errors import CalibrationError, OutputError, RecipeError, StatsError
 from quantkit.evaluation.divergence import window_scores
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.jobs.search import Budget, SearchResult, search, search_settings
 from quantkit.models.families import merged_linears
-from quantkit.models.loading import load_model
+from quantkit.models.loading import load_model, open_stream
 from quantkit.recipe import load_recipe
 from quantkit.search import table as table_module
 from quantkit.search.plan import sublayer_type
@@ -45,9 +45,11 @@ def calibration(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.Temp
     def artifact(family: str) -> Path:
         path = folder / f"{family}.safetensors"
         if not path.exists():
-            model, tokenizer = load_model(str(tiny_model(family)))
+            stream, tokenizer = open_stream(str(tiny_model(family)))
             corpus = Corpus("sample", (sample_text(300),))
-            save_calibration(calibrate(model, tokenizer, corpus, name=family, windows=4, seq_len=SEQ_LEN, seed=0), path)
+            save_calibration(
+                calibrate(stream, tokenizer, corpus, name=family, windows=4, seq_len=SEQ_LEN, seed=0), path
+            )
         return path
 
     return artifact
@@ -75,7 +77,7 @@ def find(tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], 
 
 def _apply(plan: Path, model: Path, artifact: Path) -> Path:
     out = plan.with_suffix("")
-    quantize_model(str(model), load_recipe(str(plan)), out, calibration=artifact, device="cpu", overwrite=False)
+    quantize_model(str(model), load_recipe(str(plan)), out, calibration=artifact, options=QuantizeOptions())
     return out
 
 

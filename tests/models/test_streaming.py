@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from quantkit.errors import ModelError
 from quantkit.models.families import block_linears, decoder_blocks
 from quantkit.models.loading import load_model
+from quantkit.models.stream import in_memory_stream
 from quantkit.models.streaming import advance, block_hessians, capture_inputs
 from tests.tiny import VOCABULARY
 
@@ -30,7 +31,7 @@ def _windows(count: int = 3) -> torch.Tensor:
 
 
 def _logits_by_blocks(model: nn.Module, windows: torch.Tensor, norm: str) -> torch.Tensor:
-    inputs = capture_inputs(model, windows)
+    inputs = capture_inputs(in_memory_stream(model), windows)
     for index, (_, block) in enumerate(decoder_blocks(model)):
         inputs = advance(block, inputs, index)
     with torch.no_grad():
@@ -73,7 +74,7 @@ def test_hessians_are_the_mean_outer_product(family: str, tiny_model: Callable[[
     windows = _windows()
     name, block = decoder_blocks(model)[0]
     linears = {key: module for key, module in block_linears(model).items() if key.startswith(f"{name}.")}
-    hessians = block_hessians(block, capture_inputs(model, windows), 0, linears)
+    hessians = block_hessians(block, capture_inputs(in_memory_stream(model), windows), 0, linears)
     seen: dict[str, list[torch.Tensor]] = {key: [] for key in linears}
     for key, module in linears.items():
         module.register_forward_pre_hook(
@@ -91,7 +92,7 @@ def test_linears_with_one_input_share_one_hessian(tiny_model: Callable[[str], Pa
     model, _ = load_model(str(tiny_model("llama")))
     name, block = decoder_blocks(model)[1]
     linears = {key: module for key, module in block_linears(model).items() if key.startswith(f"{name}.")}
-    inputs = advance(decoder_blocks(model)[0][1], capture_inputs(model, _windows()), 0)
+    inputs = advance(decoder_blocks(model)[0][1], capture_inputs(in_memory_stream(model), _windows()), 0)
     hessians = block_hessians(block, inputs, 1, linears)
     assert hessians[f"{name}.self_attn.q_proj"] is hessians[f"{name}.self_attn.v_proj"]
     assert hessians[f"{name}.mlp.gate_proj"] is hessians[f"{name}.mlp.up_proj"]
@@ -102,10 +103,10 @@ def test_a_change_in_one_block_reaches_the_next(tiny_model: Callable[[str], Path
     model, _ = load_model(str(tiny_model("opt")))
     windows = _windows(1)
     block = decoder_blocks(model)[0][1]
-    before = advance(block, capture_inputs(model, windows), 0).hidden.clone()
+    before = advance(block, capture_inputs(in_memory_stream(model), windows), 0).hidden.clone()
     with torch.no_grad():
         block.fc2.weight.zero_()
-    assert not torch.equal(advance(block, capture_inputs(model, windows), 0).hidden, before)
+    assert not torch.equal(advance(block, capture_inputs(in_memory_stream(model), windows), 0).hidden, before)
 
 
 def test_blocks_that_are_no_chain_are_refused() -> None:
@@ -128,4 +129,31 @@ def test_blocks_that_are_no_chain_are_refused() -> None:
             return self.blocks[0](x) + self.blocks[1](x.clone())
 
     with pytest.raises(ModelError, match="block 1 is not fed by the block before it"):
-        capture_inputs(Forked(), torch.zeros(1, 3, dtype=torch.int32))
+        capture_inputs(in_memory_stream(Forked()), torch.zeros(1, 3, dtype=torch.int32))
+
+
+def test_blocks_that_are_handed_what_depends_on_the_text_are_refused() -> None:
+    """Gemma 3n hands every block an embedding of the tokens; the calls of one window are no other's."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, hidden_states: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+            return self.linear(hidden_states) + extra
+
+    class PerLayer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 4)
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, ids: torch.Tensor, use_cache: bool = False) -> torch.Tensor:
+            x = extra = self.embed(ids)
+            for block in self.blocks:
+                x = block(x, extra=extra)
+            return x
+
+    with pytest.raises(ModelError, match="block 0 something that depends on the text"):
+        capture_inputs(in_memory_stream(PerLayer()), torch.tensor([[1, 2, 3], [4, 5, 6]]))

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, 
 import quantkit
 from quantkit.bench.flatten_layers import random_flatten_linear
 from quantkit.formats.flatten import FlattenSpec
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.models.families import block_linears, decoder_blocks, linear_shape
 from quantkit.recipe import load_recipe
 from quantkit.runtime import batch_chunks
@@ -231,7 +231,9 @@ def test_checkpoints_load_so(
     chunks: list[int],
 ) -> None:
     source, calibration = str(tiny_model("opt")), calibrated("opt") if split else None
-    quantize_model(source, load_recipe(recipe), tmp_path, calibration=calibration, device="cpu", overwrite=True)
+    quantize_model(
+        source, load_recipe(recipe), tmp_path, calibration=calibration, options=QuantizeOptions(overwrite=True)
+    )
     model, ids = quantkit.load(str(tmp_path), device="cpu", dtype=torch.float32), _ids(3)
     logits = model(ids, use_cache=False).logits
     assert chunks == ([2, 1] * len(decoder_blocks(model)) if split else [])

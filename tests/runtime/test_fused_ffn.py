@@ -17,7 +17,7 @@ from quantkit.bench.flatten_layers import random_flatten_linear
 from quantkit.bench.prefill import check_pairs
 from quantkit.errors import BenchError
 from quantkit.formats.flatten import FlattenSpec
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.models.families import block_linears, linear_shape
 from quantkit.nn.clipping import count_clipping
 from quantkit.nn.flatten_linear import ActCodes
@@ -210,8 +210,7 @@ def test_checkpoints_load_fused_and_save_as_they_were(
         load_recipe("flatten-o1"),
         tmp_path / "first",
         calibration=calibrated(family),
-        device="cpu",
-        overwrite=False,
+        options=QuantizeOptions(),
     )
     model, ids = quantkit.load(str(tmp_path / "first"), device=str(device), dtype=torch.float16), _ids(device)
     stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}

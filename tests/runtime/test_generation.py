@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, FalconConfig, MistralConfig
 
 from quantkit.errors import GenerationError
 from quantkit.models.loading import load_model
@@ -29,6 +29,19 @@ def test_greedy_tokens_equal_those_of_transformers(tiny_model: Callable[[str], P
     ids = torch.randint(10, 300, (1, 7))
     expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(generate(model, ids, 9, fast=fast), expected[0])
+
+
+@pytest.mark.parametrize("alibi", [False, True], ids=["rotary", "alibi"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_falcon_generates_as_transformers_does(alibi: bool, attention: str) -> None:
+    """Falcon's config says whether a model has ALiBi, which is made from a two-dimensional mask."""
+    config = FalconConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=320, alibi=alibi, bos_token_id=0
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
+    ids = torch.randint(10, 300, (1, 7))
+    expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(generate(model, ids, 9), expected[0])
 
 
 def test_generation_stops_at_the_end_token(tiny_model: Callable[[str], Path]) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 import quantkit
 from quantkit.checkpoint.config import AttentionScales
 from quantkit.errors import CalibrationError, ModelError, RecipeError
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.models.loading import load_model
 from quantkit.ops.attention.op import Int8Attention, int8_attention_reference
 from quantkit.recipe import load_recipe
@@ -106,7 +106,7 @@ def test_options_that_change_the_scores_are_refused(option: str) -> None:
 
 def _checkpoint(family: str, tiny_model: TinyModel, calibrated: TinyModel, out: Path) -> Path:
     recipe = load_recipe("bcq-w4-g128", ["weight_bits=8", "group_size=32", "attention_bits=8"])
-    quantize_model(str(tiny_model(family)), recipe, out, calibration=calibrated(family), device="cpu", overwrite=False)
+    quantize_model(str(tiny_model(family)), recipe, out, calibration=calibrated(family), options=QuantizeOptions())
     return out
 
 
@@ -228,9 +228,7 @@ def test_model_without_attention_function_is_refused_before_the_work(
 def test_attention_bits_need_calibration(tiny_model: TinyModel, tmp_path: Path) -> None:
     recipe = load_recipe("bcq-w4-g128", ["attention_bits=8"])
     with pytest.raises(CalibrationError, match="attention_bits needs a calibration artifact"):
-        quantize_model(
-            str(tiny_model("llama")), recipe, tmp_path / "q", calibration=None, device="cpu", overwrite=False
-        )
+        quantize_model(str(tiny_model("llama")), recipe, tmp_path / "q", calibration=None, options=QuantizeOptions())
 
 
 def test_other_attention_bits_are_refused() -> None:

@@ -13,6 +13,7 @@ from quantkit.data.windows import tokenize
 from quantkit.evaluation.divergence import score_logits
 from quantkit.models.families import block_linears, linear_weight
 from quantkit.models.loading import load_model
+from quantkit.models.stream import in_memory_stream
 from quantkit.models.streaming import advance, block_hessians, capture_inputs
 from quantkit.search.sensitivity import output_sensitivity, quadratic_error
 from tests.tiny import sample_text
@@ -66,7 +67,7 @@ def test_sensitivity_is_repeatable_and_leaves_the_model_alone(
 
 
 def _hessian(model: Any, module: Any, name: str, windows: torch.Tensor) -> torch.Tensor:
-    inputs = capture_inputs(model, windows)
+    inputs = capture_inputs(in_memory_stream(model), windows)
     index = int(name.split(".h." if ".h." in name else ".layers.")[1].split(".")[0])
     blocks = model.transformer.h if hasattr(model, "transformer") else model.model.layers
     for number in range(index):

@@ -13,7 +13,7 @@ from quantkit.checkpoint.summary import summarize
 from quantkit.data.corpora import Corpus
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.formats.flatten import FlattenSpec, segment_capacity
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.models.families import block_linears
 from quantkit.models.loading import load_model
 from quantkit.nn.quantized_linear import QuantizedLinear
@@ -27,7 +27,7 @@ INT4_LOGITS_RTOL = 0.5
 
 def _quantize(model: Path, calibration: Path, out: Path, recipe: str, *overrides: str) -> Path:
     loaded = load_recipe(recipe, overrides)
-    quantize_model(str(model), loaded, out, calibration=calibration, device="cpu", overwrite=False)
+    quantize_model(str(model), loaded, out, calibration=calibration, options=QuantizeOptions())
     return out
 
 

@@ -1,0 +1,216 @@
+"""Quantizing a model block by block: one block is in memory, what it gave is on the disk before the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.calibration.artifact import Calibration
+from quantkit.checkpoint.config import AttentionScales, CheckpointConfig, StoredLayer
+from quantkit.checkpoint.write import stored_tensors
+from quantkit.errors import ModelError
+from quantkit.formats.table import spec_from_json, spec_to_json
+from quantkit.integrations.transformers import install_skeleton
+from quantkit.methods import METHODS, LayerPlan
+from quantkit.models.families import linear_bias, linear_weight
+from quantkit.models.stream import ModelStream
+from quantkit.models.streaming import BlockInputs, Features, block_hessians, run_block, stored_inputs
+from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.progress import track
+from quantkit.quantizers.base import LayerInput
+from quantkit.runtime import int8_attention
+from quantkit.stats import LayerStats
+from quantkit.storage.resume import Workspace
+
+ATTENTION_WINDOWS = 8  # enough for the largest magnitudes
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """What is to be done. dtype: of what stays floating point. activations: what hidden states are stored in.
+
+    attention: whether the ranges of Q, K and V are taken.
+    """
+
+    stream: ModelStream
+    plans: Mapping[str, LayerPlan]
+    artifact: Calibration | None
+    dtype: torch.dtype
+    activations: torch.dtype
+    attention: bool
+
+    @property
+    def streams(self) -> bool:
+        """Whether text runs through the blocks: for Hessians, or for the ranges of attention."""
+        return self.attention or any(METHODS[plan.method].needs_hessian(plan.settings) for plan in self.plans.values())
+
+
+@dataclass
+class Done:
+    """What was done so far. transforms: by method. layers: the report of each. stored, attention: for the config."""
+
+    transforms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    stored: dict[str, StoredLayer] = field(default_factory=dict)
+    attention: dict[str, AttentionScales] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a piece of the work remembers."""
+        stored = {name: [spec_to_json(one.spec), list(one.shape)] for name, one in self.stored.items()}
+        attention = {name: asdict(scales) for name, scales in self.attention.items()}
+        return {"transforms": self.transforms, "layers": self.layers, "stored": stored, "attention": attention}
+
+    def add(self, document: Mapping[str, Any]) -> None:
+        """Take in what to_json gave for a further part of the model."""
+        for method, report in document["transforms"].items():
+            known = self.transforms.setdefault(method, {})
+            for key, value in report.items():
+                known[key] = known.get(key, []) + value if isinstance(value, list) else value
+        self.layers |= document["layers"]
+        for name, (spec, (rows, columns)) in document["stored"].items():
+            self.stored[name] = StoredLayer(spec_from_json(spec), (rows, columns))
+        self.attention |= {name: AttentionScales(**scales) for name, scales in document["attention"].items()}
+
+
+def quantize_blocks(job: BlockWork, work: Workspace) -> Done:
+    """Quantize and replace every planned layer; each block, and before them all that is outside, is a piece of work.
+
+    Where a block needs Hessians, they are of the inputs that the blocks before it, already quantized, produce.
+    """
+    with int8_attention.observing(job.stream.model) if job.attention else nullcontext():
+        return _quantize_blocks(job, work)
+
+
+def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
+    done, stream, last = Done(), job.stream, len(job.stream.blocks) - 1
+    inputs = _quantize_outside(job, work)
+    for number in range(work.finished):
+        earlier = Done()
+        earlier.add(work.document(number))
+        if earlier.stored:
+            install_skeleton(stream.model, CheckpointConfig(earlier.stored, (), {}))
+        done.add(earlier.to_json())
+    for index in track(range(work.finished - 1, last + 1), "quantizing blocks"):
+        part, following = Done(), None
+        if inputs is not None and index < last:
+            following = work.state(index + 2, tuple(inputs.hidden.shape), job.activations)
+        with stream.block(index) as block:
+            _quantize_block(job, index, inputs, part)
+            if inputs is not None:
+                _run_on(job, index, inputs, following, part)
+            block.to("cpu", job.dtype)
+            work.commit(_stored_part(stream, stream.blocks[index][0]), part.to_json(), following)
+        done.add(part.to_json())
+        if inputs is not None and following is not None:
+            inputs = inputs.with_hidden(following)
+    if job.attention and not done.attention:
+        raise ModelError(f"{type(stream.model).__name__}: no attention module called the attention function")
+    return done
+
+
+def _quantize_outside(job: BlockWork, work: Workspace) -> BlockInputs | None:
+    """The piece before the blocks: what is outside them, edited by the methods. Returns what flows into the next block.
+
+    The methods' edit may change the model's structure (untie its head), so a run that goes on makes it again.
+    """
+    stream, inputs, part = job.stream, None, Done()
+    with stream.outside():
+        _transform(job, part)
+        if job.artifact is not None and job.streams and work.finished <= len(stream.blocks):
+            inputs = stored_inputs(stream, job.artifact.windows, work, job.activations, first=1)
+        if not work.finished:
+            tensors = {
+                name: tensor.to("cpu", job.dtype if tensor.is_floating_point() else tensor.dtype)
+                for name, tensor in _stored_part(stream, None).items()
+            }
+            work.commit(tensors, part.to_json(), None if inputs is None else inputs.hidden)
+    return inputs
+
+
+def _stored_part(stream: ModelStream, prefix: str | None) -> dict[str, Tensor]:
+    return stored_tensors(stream.model, lambda name: stream.owner(name) == prefix)
+
+
+def _transform(job: BlockWork, part: Done) -> tuple[dict[str, Tensor], dict[str, LayerStats]]:
+    """Run each method's function-preserving edit on the part of the model that is in memory.
+
+    Returns, by layer name, the scales that were folded and the statistics that changed.
+    """
+    folded: dict[str, Tensor] = {}
+    changed: dict[str, LayerStats] = {}
+    for name in sorted({plan.method for plan in job.plans.values()}):
+        transform = METHODS[name].transform
+        if transform is not None:
+            own = {layer: plan for layer, plan in job.plans.items() if plan.method == name}
+            edited = transform(job.stream.model, own, job.artifact)
+            part.transforms[name] = dict(edited.report)
+            folded |= edited.folded_scales
+            changed |= edited.stats
+    return folded, changed
+
+
+def _quantize_block(job: BlockWork, index: int, inputs: BlockInputs | None, part: Done) -> None:
+    """Quantize and replace the planned layers of one block."""
+    model, (prefix, block) = job.stream.model, job.stream.blocks[index]
+    folded, changed = _transform(job, part)
+    own = {name: plan for name, plan in job.plans.items() if job.stream.owner(name) == prefix}
+    known = {} if job.artifact is None else {**job.artifact.layers, **changed}
+    layers = {name: _layer_input(model, name, known.get(name), folded.get(name)) for name in own}
+    if inputs is not None:
+        layers |= _with_hessians(model, block, index, inputs, own, layers)
+    for name, plan in own.items():
+        module: Any = model.get_submodule(name)
+        packed = METHODS[plan.method].quantize(layers.pop(name), plan.settings)
+        quantized = QuantizedLinear.from_packed(packed, linear_bias(module), module.weight.dtype)
+        model.set_submodule(name, quantized)
+        part.layers[name] = {"method": plan.method, **packed.report}
+        part.stored[name] = StoredLayer(quantized.spec, quantized.shape)
+
+
+def _run_on(job: BlockWork, index: int, inputs: BlockInputs, following: Tensor | None, part: Done) -> None:
+    """Run the quantized block: its outputs go to ``following``, the ranges of its attention to ``part``."""
+    prefix, block = job.stream.blocks[index]
+    int8_attention.take_scales(prefix, block)  # of the block before it was quantized
+    watched = min(ATTENTION_WINDOWS, inputs.hidden.shape[0]) if job.attention else 0
+    if following is None and not watched:
+        return
+    for number, output in run_block(block, inputs, index):
+        if following is not None:
+            following[number] = output[0].to(following.device)
+        if number + 1 == watched:
+            part.attention |= int8_attention.take_scales(prefix, block)
+            if following is None:
+                return
+
+
+def _layer_input(model: nn.Module, name: str, stats: LayerStats | None, folded: Tensor | None) -> LayerInput:
+    weight = linear_weight(model.get_submodule(name)).detach().float().contiguous()
+    return LayerInput(name, weight, stats, folded_scale=folded)
+
+
+def _with_hessians(
+    model: nn.Module,
+    block: nn.Module,
+    index: int,
+    inputs: BlockInputs,
+    plans: Mapping[str, LayerPlan],
+    layers: Mapping[str, LayerInput],
+) -> dict[str, LayerInput]:
+    """The layers of one block whose methods ask for a Hessian, each with it."""
+    wanted: dict[str, nn.Module] = {}
+    features: dict[str, Features] = {}
+    for name, plan in plans.items():
+        method = METHODS[plan.method]
+        if method.needs_hessian(plan.settings):
+            wanted[name] = model.get_submodule(name)
+            if method.hessian_features is not None:
+                features[name] = method.hessian_features(layers[name], plan.settings)
+    if not wanted:
+        return {}
+    hessians = block_hessians(block, inputs, index, wanted, features)
+    return {name: replace(layers[name], hessian=hessian) for name, hessian in hessians.items()}

@@ -1,0 +1,219 @@
+"""A model of which one part at a time holds its weights: a decoder block, or all that stands outside the blocks.
+
+The rest is on the meta device: shapes without memory. What a part needs is read from the safetensors files when it is
+entered, by transformers' own loader (so names and fused weights are as ``from_pretrained`` makes them), and given back
+when it is left. A model that is in memory already is a stream whose parts are always there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from quantkit.errors import ModelError, refusing
+from quantkit.models.families import decoder_blocks
+
+_WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
+
+
+class ModelStream:
+    """``model``, and its ``blocks`` by name in order; weights are there inside ``outside()`` and ``block(index)``."""
+
+    def __init__(self, model: Any, device: torch.device, reader: WeightReader | None = None):
+        """reader: where weights are read from; None for a model that is in memory."""
+        self.model, self.device, self._reader = model, device, reader
+        self.blocks = decoder_blocks(model)
+        self._held: set[str | None] = set()
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Embeddings, norms and head are there while this is entered."""
+        with self._resident(None):
+            yield
+
+    @contextmanager
+    def block(self, index: int) -> Iterator[nn.Module]:
+        """The decoder block, with its weights while this is entered. Modules put into it meanwhile stay, empty."""
+        prefix, block = self.blocks[index]
+        with self._resident(prefix):
+            yield block
+
+    def parts(self) -> Iterator[str | None]:
+        """None for what is outside the blocks, then each block's name; every part is there until the next."""
+        for prefix in (None, *(name for name, _ in self.blocks)):
+            with self._resident(prefix):
+                yield prefix
+
+    def owner(self, name: str) -> str | None:
+        """The block that a parameter, a buffer or a module is in, by name; None for one outside the blocks."""
+        stack, _, _ = self.blocks[0][0].rpartition(".")
+        if not name.startswith(f"{stack}."):
+            return None
+        return f"{stack}.{name.removeprefix(f'{stack}.').split('.')[0]}"
+
+    def part_tensors(self, prefix: str | None) -> dict[str, Tensor]:
+        """The state dict's entries of one part."""
+        return {name: tensor for name, tensor in self.model.state_dict().items() if self.owner(name) == prefix}
+
+    @contextmanager
+    def _resident(self, prefix: str | None) -> Iterator[None]:
+        if self._reader is None or prefix in self._held:
+            yield
+            return
+        self._held.add(prefix)
+        try:
+            self._reader.load(self.model, self._part_keys(prefix), self.device)
+            self._check_loaded(prefix)
+            yield
+        finally:
+            self._held.remove(prefix)
+            self._evict(prefix)
+
+    def _part_keys(self, prefix: str | None) -> list[str]:
+        assert self._reader is not None
+        return [key for key, name in self._reader.targets.items() if self.owner(name) == prefix]
+
+    def _check_loaded(self, prefix: str | None) -> None:
+        for name, tensor in self.part_tensors(prefix).items():
+            if tensor.device.type == "meta":
+                raise ModelError(f"{name}: its file holds no weight for it")
+
+    def _evict(self, prefix: str | None) -> None:
+        """Put the part's weights on the meta device; weights that were one stay one."""
+        made: dict[nn.Parameter, nn.Parameter] = {}  # by identity, as tensors hash
+        for name, module in self.model.named_modules():
+            if self.owner(name) != prefix:
+                continue
+            for key, parameter in module._parameters.items():
+                if parameter is not None and parameter.device.type != "meta":
+                    module._parameters[key] = made.setdefault(parameter, _empty(parameter))
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    module._buffers[key] = torch.empty_like(buffer, device="meta")
+
+
+class WeightReader:
+    """The weight files of a model. targets: key in the files -> name of the (first) parameter that it becomes."""
+
+    def __init__(self, model: Any, folder: Path):
+        self._files = _keys_by_file(folder)
+        self._ties = _ties(model)
+        names = model.state_dict()
+        self.targets: dict[str, str] = {}
+        mapping: Any = get_model_conversion_mapping(model)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        prefix = model.base_model_prefix
+        for key in self._files:
+            name, _ = rename_source_key(key, renamings, converters, prefix, names)
+            if name not in names and key in names:
+                name = key
+            self.targets[key] = name
+
+    def load(self, model: Any, keys: list[str], device: torch.device) -> None:
+        """Give the parameters that the keys become their values, on the device, in the dtypes that the model has."""
+        used = model._weight_conversions  # of the whole model: it says how weights are named when they are written
+        with ExitStack() as stack:
+            tensors = _open_tensors({key: self._files[key] for key in keys}, stack)
+            mapping: Any = get_model_conversion_mapping(model)
+            config = LoadStateDictConfig(device_map={"": device}, dtype=model.dtype, weight_mapping=mapping)
+            convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=config)
+        model._weight_conversions = used
+        loaded = {self.targets[key] for key in keys}
+        for names in self._ties:
+            if loaded.intersection(names):
+                _tie(model, names)
+
+
+def in_memory_stream(model: Any) -> ModelStream:
+    """The stream of a model that is in memory as a whole."""
+    return ModelStream(model, next(model.parameters()).device)
+
+
+def restore_buffers(model: Any, device: torch.device) -> None:
+    """Compute the buffers that no file holds (rotary frequencies, masks) of a model on the meta device.
+
+    Raises ModelError for one that the model's own initialization does not give.
+    """
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        owner, _, key = name.rpartition(".")
+        module = model.get_submodule(owner)
+        filler = float("nan") if buffer.is_floating_point() else 0
+        module._buffers[key] = torch.full_like(buffer, filler, device=device)
+    for name, _ in list(model.named_non_persistent_buffers()):
+        module = model.get_submodule(name.rpartition(".")[0])
+        model._init_weights(module)
+    for name, buffer in model.named_non_persistent_buffers():
+        if buffer.is_floating_point() and bool(buffer.isnan().any()):
+            raise ModelError(f"{name}: a buffer that no file holds and that {type(model).__name__} does not compute")
+
+
+def check_ties(stream: ModelStream) -> None:
+    """Raise ModelError where two parts of the model share a weight: they are never in memory together."""
+    for names in _ties(stream.model):
+        if len({stream.owner(name) for name in names}) > 1:
+            raise ModelError(f"{names[0]} and {names[-1]} are one weight in two decoder blocks; that is not supported")
+
+
+def _ties(model: Any) -> list[list[str]]:
+    """The names of each weight that has several."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def _tie(model: Any, names: list[str]) -> None:
+    """Make one weight of those by several names, of which the file held one."""
+    found = next(parameter for name in names if (parameter := model.get_parameter(name)).device.type != "meta")
+    for name in names:
+        owner, _, key = name.rpartition(".")
+        model.get_submodule(owner)._parameters[key] = found
+
+
+def _empty(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+
+
+def _keys_by_file(folder: Path) -> dict[str, Path]:
+    """Every key in the weight files of a folder, with the file that holds it."""
+    for name in _WEIGHT_NAMES:
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            with refusing(f"model {folder}: {index.name} cannot be read", ModelError):
+                mapping: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                return {key: folder / Path(file).name for key, file in mapping.items()}
+        if (folder / name).exists():
+            with refusing(f"model {folder}: {name} cannot be read", ModelError), ExitStack() as stack:
+                return dict.fromkeys(_open_file(folder / name, stack)[0], folder / name)
+    raise ModelError(f"model {folder}: no weights (*.safetensors) beside config.json")
+
+
+def _open_tensors(files: Mapping[str, Path], stack: ExitStack) -> dict[str, Any]:
+    """Each key's tensor, or what gives it when it is sliced; nothing is read yet."""
+    opened = {path: _open_file(path, stack) for path in sorted(set(files.values()))}
+    return {key: opened[path][1](key) for key, path in files.items()}
+
+
+def _open_file(path: Path, stack: ExitStack) -> tuple[list[str], Any]:
+    """The keys of a weight file, and what gives a key's tensor."""
+    if path.suffix == ".bin":
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return list(tensors), tensors.__getitem__
+    handle = stack.enter_context(safe_open(path, framework="pt"))
+    return list(handle.keys()), handle.get_slice

@@ -1,0 +1,182 @@
+"""Long work in pieces that stay: what a run has finished, the next run of the same work goes on from.
+
+Beside the place of a result, while it is being made, stands a hidden folder:
+
+  identity.json              what the work is of: another model, recipe or version is other work
+  piece-00007.safetensors    what piece 7 gave: tensors with their digests, and a document in the metadata
+  state-00008                the tensor that piece 8 starts from, where pieces hand one on
+
+A piece counts once its file stands under its name: it is written under another, through to the disk, and renamed. The
+state that the next piece starts from is on the disk before, and its digest is in the piece's document.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import OutputError, refusing
+from quantkit.progress import say
+from quantkit.storage.documents import parse_json, read_json
+from quantkit.storage.output import sync
+from quantkit.storage.place import hidden
+from quantkit.storage.tensors import TensorFile, Verification, read_header, tensor_digest, write_tensors
+
+_IDENTITY = "identity.json"
+_DOCUMENT = "quantkit.piece"
+_AGAIN = "`restart` begins anew"
+
+
+class Workspace:
+    """The pieces of one work. finished: how many stand, from the first on."""
+
+    def __init__(self, folder: Path, finished: int):
+        self.folder, self.finished = folder, finished
+
+    def document(self, number: int) -> Any:
+        """What was committed with a finished piece, beside its tensors."""
+        return _document(self._header(number))["document"]
+
+    def tensors(self) -> dict[str, TensorFile]:
+        """Every tensor of the finished pieces, by name, with the file that holds it."""
+        return {name: file for file in self.files() for name in file.tensors}
+
+    def files(self) -> list[TensorFile]:
+        """The headers of the finished pieces."""
+        return [self._header(number) for number in range(self.finished)]
+
+    def state(self, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The tensor that a piece starts from, as a file that is mapped into memory; new ones hold nothing yet.
+
+        Its room on the disk is taken at once: a mapped file that finds the disk full would end the process.
+        Raises OutputError where the disk is too full.
+        """
+        count = torch.Size(shape).numel()
+        with refusing(f"hidden states in {self.folder} cannot be written", OutputError):
+            descriptor = os.open(self._state(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                os.posix_fallocate(descriptor, 0, max(1, count * dtype.itemsize))
+            finally:
+                os.close(descriptor)
+        mapped = torch.from_file(str(self._state(number)), shared=True, size=count, dtype=dtype)
+        return mapped.view(shape)
+
+    def commit(self, tensors: Mapping[str, Tensor], document: Any, state: Tensor | None = None) -> None:
+        """Finish the next piece. state: what the piece behind it starts from, made by ``state``.
+
+        Raises OutputError where the disk does not take it.
+        """
+        number = self.finished
+        with refusing(f"unfinished work in {self.folder} cannot be written", OutputError):
+            digest = None
+            if state is not None:
+                sync(self._state(number + 1))
+                digest = _state_digest(state)
+            held = {"document": document, "state": digest}
+            new = self.folder / "piece.new"
+            new.unlink(missing_ok=True)
+            write_tensors(new, tensors, {_DOCUMENT: json.dumps(held)})
+            sync(new)
+            new.rename(self.piece(number))
+            sync(self.folder)
+            self.finished += 1
+            self._state(number).unlink(missing_ok=True)
+
+    def check_state(self, state: Tensor) -> None:
+        """Raise OutputError unless the state is what the last finished piece left."""
+        if _document(self._header(self.finished - 1))["state"] != _state_digest(state):
+            raise OutputError(f"unfinished work in {self.folder}: its state is not what was written; {_AGAIN}")
+
+    def piece(self, number: int) -> Path:
+        """The file of a finished piece."""
+        return self.folder / f"piece-{number:05}.safetensors"
+
+    def _state(self, number: int) -> Path:
+        return self.folder / f"state-{number:05}"
+
+    def _header(self, number: int) -> TensorFile:
+        return read_header(self.piece(number), f"unfinished work in {self.folder}", OutputError, _AGAIN)
+
+
+@contextmanager
+def workspace(place: Path, identity: Mapping[str, Any], *, restart: bool) -> Iterator[Workspace]:
+    """The work that leads to the result at ``place``, whose lock the caller holds.
+
+    identity: what the work is of, JSON values by name. restart: whether finished pieces of an earlier run are dropped.
+    Left in order the folder is removed; after an error it stays where a piece is finished, and a line says so.
+    Raises OutputError where an earlier run was of other work, or what it left was altered.
+    """
+    folder = hidden(place, "work")
+    with refusing(f"unfinished work in {folder} cannot be written", OutputError):
+        finished = 0 if restart else _finished_pieces(folder, identity)
+        if not finished:
+            _make(folder, identity)
+    work = Workspace(folder, finished)
+    if finished:
+        say(f"going on with the work of an earlier run: {finished} pieces are finished ({folder})")
+    try:
+        yield work
+    except BaseException:
+        if work.finished:
+            say(f"{work.finished} finished pieces stay in {folder}; run the same command again to go on, or remove it")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def passing_workspace(_identity: Mapping[str, Any]) -> Iterator[Workspace]:
+    """A workspace that no later run finds."""
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
+        yield Workspace(Path(folder), 0)
+
+
+def _finished_pieces(folder: Path, identity: Mapping[str, Any]) -> int:
+    """How many pieces stand, each compared with its digests; 0 where there is nothing to go on from."""
+    work = Workspace(folder, 0)
+    while work.piece(work.finished).is_file():
+        work.finished += 1
+    if not work.finished:
+        return 0
+    found = read_json(folder / _IDENTITY, f"unfinished work in {folder}", OutputError)
+    wanted = json.loads(json.dumps(identity))
+    if not isinstance(found, dict) or found != wanted:
+        other = sorted(key for key in wanted if not isinstance(found, dict) or found.get(key) != wanted[key])
+        what = " and ".join(other) or "kind"
+        raise OutputError(
+            f"an earlier run left {work.finished} finished pieces of work with another {what} in {folder}; "
+            f"{_AGAIN}, or choose another output"
+        )
+    Verification(work.files(), OutputError).finish()
+    return work.finished
+
+
+def _make(folder: Path, identity: Mapping[str, Any]) -> None:
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / _IDENTITY).write_text(json.dumps(identity, indent=1) + "\n", encoding="utf-8")
+    sync(folder / _IDENTITY)
+
+
+def _document(file: TensorFile) -> Any:
+    return parse_json(file.metadata.get(_DOCUMENT, "null"), f"unfinished work: {file.path}", OutputError)
+
+
+def _state_digest(state: Tensor) -> str:
+    """One digest of the digests of the state's rows, which several threads take."""
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        return sha256("".join(pool.map(tensor_digest, state.unbind())).encode()).hexdigest()

@@ -1,0 +1,185 @@
+"""Peak memory and time of every command on a random model of a large shape, made file by file.
+
+    python scripts/large_model.py --folder DISK/large --shape llama-2-7b --blocks 2,4 --json docs/results/scale-7b.json
+
+Every command runs as a process of its own; its peak is the largest resident set that the system saw (ru_maxrss), pages
+of mapped files included. A model is made once for each number of blocks. Where there are two numbers, the difference
+gives the seconds of one block, and the time of the whole model follows by arithmetic, named so. The document is written
+after every command, the folder removed at the end. Disk for the model and its results: 0.6 GB a block for llama-2-7b,
+2.5 GB for llama-3-70b.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from quantkit.bench.shapes import MODELS, shape_config
+from quantkit.errors import BenchError
+from quantkit.models.families import decoder_blocks
+from quantkit.storage.tensors import write_tensors
+from scripts.common import chosen, command_line, environment_of, run_script, write_document
+
+SEED = 0
+SPREAD = 0.02  # deviation of random weights, as models are initialized
+RECIPE, CALIBRATED_RECIPE = "bcq-w4-g128", "bcq-w4-g128-comp"
+COMMANDS = ("quantize", "calibrate", "quantize-calibrated", "perplexity", "divergence")
+
+
+def make_model(shape: str, blocks: int, folder: Path) -> int:
+    """Write a random bf16 model, a file for each decoder block and one for the rest; bytes of its weights."""
+    config = shape_config(MODELS[shape])
+    config.num_hidden_layers = blocks
+    config.dtype = "bfloat16"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    prefixes = [f"{prefix}." for prefix, _ in decoder_blocks(model)]
+    names = list(model.state_dict(keep_vars=True).items())
+    generator = torch.Generator().manual_seed(SEED)
+    folder.mkdir(parents=True)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for number, prefix in enumerate([None, *prefixes]):
+        own = {
+            name: _random(tuple(tensor.shape), generator)
+            for name, tensor in names
+            if (prefix is None and not name.startswith(tuple(prefixes))) or (prefix and name.startswith(prefix))
+        }
+        file = f"model-{number:05}-of-{len(prefixes):05}.safetensors"
+        write_tensors(folder / file, own, {"format": "pt"})
+        weight_map |= dict.fromkeys(own, file)
+        total += sum(tensor.numel() * tensor.itemsize for tensor in own.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config.save_pretrained(folder)
+    _byte_tokenizer().save_pretrained(folder)
+    return total
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    if len(shape) == 1:  # of a norm
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return (torch.randn(shape, generator=generator) * SPREAD).bfloat16()
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte: a vocabulary that every model has, and no file to fetch."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def measure(arguments: list[str]) -> dict[str, Any]:
+    """Run one quantkit command; its seconds and peak resident bytes. It ends this script where it fails."""
+    print("$ quantkit", *arguments, file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", "quantkit", *arguments], stdout=sys.stderr)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - started
+    if status:
+        raise BenchError(f"quantkit {arguments[0]} ended with {os.waitstatus_to_exitcode(status)}")
+    processor = usage.ru_utime + usage.ru_stime
+    row = {"seconds": seconds, "processor_seconds": processor, "peak_bytes": usage.ru_maxrss * 1024}
+    print(f"{row['peak_bytes'] / 1e9:.2f} GB, {seconds:.1f} s, {processor:.1f} s of processors", file=sys.stderr)
+    return row
+
+
+def command_arguments(command: str, model: Path, work: Path, options: argparse.Namespace) -> list[str]:
+    """What quantkit is called with; the results stand in ``work``."""
+    artifact, plain, calibrated = work / "c.safetensors", work / "plain", work / "calibrated"
+    device = ["--device", options.device]
+    text = ["--dataset", "pydoc", "--seq-len", str(options.seq_len)]
+    few = ["--max-windows", str(options.evaluated)]
+    settings = [part for each in options.set or () for part in ("--set", each)]
+    return {
+        "quantize": ["quantize", str(model), "--recipe", RECIPE, "-o", str(plain), *settings, *device],
+        "calibrate": ["calibrate", str(model), *text, "--windows", str(options.windows), "-o", str(artifact), *device],
+        "quantize-calibrated": [
+            *("quantize", str(model), "--recipe", CALIBRATED_RECIPE, "--calibration", str(artifact)),
+            *("-o", str(calibrated), *settings, *device),
+        ],
+        "perplexity": ["eval", "perplexity", str(plain), *text, *few, *device],
+        "divergence": ["eval", "divergence", str(model), str(plain), *text, *few, *device],
+    }[command]
+
+
+def run_shape(blocks: int, commands: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Make a model of so many blocks, measure the commands on it, remove it; the numbers after every command."""
+    work: Path = options.folder / f"{options.shape}-{blocks}"
+    rows: dict[str, dict[str, Any]] = {}
+    try:
+        size = make_model(options.shape, blocks, work / "model")
+        for command in commands:
+            rows[command] = measure(command_arguments(command, work / "model", work, options))
+            yield {"blocks": blocks, "model_bytes": size, "commands": rows}
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def by_arithmetic(runs: list[dict[str, Any]], layers: int) -> dict[str, float]:
+    """Seconds of the whole model by command: those of the longer run and of the blocks that it lacks."""
+    if len(runs) < 2:
+        return {}
+    short, long = runs[0], runs[-1]
+    more = long["blocks"] - short["blocks"]
+    return {
+        command: row["seconds"]
+        + (layers - long["blocks"]) * (row["seconds"] - short["commands"][command]["seconds"]) / more
+        for command, row in long["commands"].items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="where the model and the results are made")
+    parser.add_argument("--shape", default="llama-2-7b", help=", ".join(MODELS))
+    parser.add_argument("--blocks", default="2,4", help="numbers of decoder blocks, rising, separated by commas")
+    parser.add_argument("--commands", default=",".join(COMMANDS[:3]), help=", ".join(COMMANDS))
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--evaluated", type=int, default=4, help="windows of eval")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="recipe setting, such as rounds=1")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    (shape,) = chosen("--shape", options.shape, MODELS)
+    commands = chosen("--commands", options.commands, COMMANDS)
+    document: dict[str, Any] = {
+        "command": command_line(),
+        "environment": environment_of(options.device, "safetensors"),
+        "shape": shape,
+        "windows": options.windows,
+        "seq_len": options.seq_len,
+        "settings": options.set or [],
+        "runs": [],
+    }
+    done: list[dict[str, Any]] = []
+    for blocks in map(int, options.blocks.split(",")):
+        for run in run_shape(blocks, commands, options):
+            document["runs"] = [*done, run]
+            write_document(options.json, document)
+        done.append(run)
+    layers = MODELS[shape].layers
+    document["seconds_by_arithmetic"] = by_arithmetic(done, layers)
+    write_document(options.json, document)
+    for command, seconds in document["seconds_by_arithmetic"].items():
+        print(f"{shape}, {layers} blocks, {command}: {seconds:.0f} s by arithmetic")
+
+
+if __name__ == "__main__":
+    run_script(main)

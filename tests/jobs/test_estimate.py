@@ -1,0 +1,69 @@
+"""What --dry-run promises, against what is then written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.checkpoint.summary import summarize
+from quantkit.checkpoint.write import folder_bytes
+from quantkit.jobs import estimate as module
+from tests.cli.calls import refusal, run
+
+TinyModel = Callable[[str], Path]
+Calibrated = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("recipe", ["bcq-w4-g128", "rtn-w4-g128", "bipolar-w4a8", "bcq-w4-g64-s8", "flatten-o2"])
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+def test_files_have_the_bytes_that_were_promised(
+    recipe: str, family: str, tiny_model: TinyModel, calibrated: Calibrated, tmp_path: Path
+) -> None:
+    command = ["quantize", tiny_model(family), "--recipe", recipe, "--calibration", calibrated(family)]
+    dry = run(*command, "-o", tmp_path / "q", "--dry-run", "--json", tmp_path / "dry.json")
+    assert dry.exit_code == 0, dry.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["dry.json"]
+    promised = json.loads((tmp_path / "dry.json").read_text())
+    assert run(*command, "-o", tmp_path / "q").exit_code == 0
+    assert promised["files"] <= folder_bytes(tmp_path / "q") <= promised["most_files"]
+    written = {layer.name: layer.bytes for layer in summarize(tmp_path / "q").layers}
+    assert promised["layers"]
+    for layer in promised["layers"]:
+        assert layer["bytes"] <= written[layer["name"]] <= layer["most_bytes"]
+    if recipe != "flatten-o2":  # whose bits and columns the data decide
+        assert promised["files"] == promised["most_files"]
+        assert str(promised["files"]) in dry.stdout
+
+
+def test_too_little_memory_is_refused_before_the_work(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Little:
+        available = 1000
+
+    monkeypatch.setattr(module.psutil, "virtual_memory", Little)
+    assert "of memory" in refusal("quantize", tiny_model("opt"), "--recipe", "rtn-w4-g128", "-o", tmp_path / "q")
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_disk_is_refused_before_the_work(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_folder: Path) -> Any:
+        return type("Usage", (), {"free": 1000})
+
+    monkeypatch.setattr("quantkit.jobs.quantize.shutil.disk_usage", full)
+    message = refusal("quantize", tiny_model("opt"), "--recipe", "rtn-w4-g128", "-o", tmp_path / "q")
+    assert "GB are free there" in message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["quantize", "calibrate"])
+def test_unknown_activations_are_refused(command: str, tiny_model: TinyModel, text_file: Path, tmp_path: Path) -> None:
+    own = ["--recipe", "rtn-w4-g128"] if command == "quantize" else ["--text", text_file]
+    out = tmp_path / ("q" if command == "quantize" else "c.safetensors")
+    assert "choose fp32 or bf16" in refusal(command, tiny_model("opt"), *own, "-o", out, "--activations", "fp8")

@@ -1,0 +1,208 @@
+"""Work that is cut short and gone on with: the same bytes, and refusals where it is no longer the same work."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.models.stream import ModelStream
+from quantkit.storage.resume import Workspace
+from tests.cli.calls import refusal, run
+
+TinyModel = Callable[[str], Path]
+Calibrated = Callable[[str], Path]
+FAMILIES = ("llama", "opt", "gpt2")
+
+
+def folder_content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def cut_short(monkeypatch: pytest.MonkeyPatch, pieces: int, how: Callable[[], None]) -> None:
+    """After so many finished pieces the work ends."""
+    commit = Workspace.commit
+
+    def counted(self: Workspace, *arguments: Any) -> None:
+        commit(self, *arguments)
+        if self.finished == pieces:
+            how()
+
+    monkeypatch.setattr(Workspace, "commit", counted)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def blocks_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the blocks that are quantized from here on."""
+    from quantkit.jobs import quantize_blocks
+
+    seen: list[int] = []
+    quantize = quantize_blocks._quantize_block
+
+    def watched(job: Any, index: int, *rest: Any) -> None:
+        seen.append(index)
+        quantize(job, index, *rest)
+
+    monkeypatch.setattr(quantize_blocks, "_quantize_block", watched)
+    return seen
+
+
+@pytest.mark.parametrize("recipe", ["bcq-w4-g128-comp", "flatten-o3", "rtn-w4-g128"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_quantizing_goes_on_to_the_same_bytes(
+    recipe: str,
+    family: str,
+    pieces: int,
+    tiny_model: TinyModel,
+    calibrated: Calibrated,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calibration = [] if recipe.startswith("rtn") else ["--calibration", calibrated(family)]
+    command = ["quantize", tiny_model(family), "--recipe", recipe, *calibration]
+    assert run(*command, "-o", tmp_path / "whole").exit_code == 0
+    with monkeypatch.context() as patch:
+        cut_short(patch, pieces, interrupt)
+        cut = run(*command, "-o", tmp_path / "parts")
+    assert f"{pieces} finished pieces stay in" in cut.stderr
+    assert not (tmp_path / "parts").exists()
+    quantized = blocks_read(monkeypatch)
+    again = run(*command, "-o", tmp_path / "parts")
+    assert again.exit_code == 0, again.stderr
+    assert f"{pieces} pieces are finished" in again.stderr
+    assert quantized == list(range(pieces - 1, 2))
+    assert folder_content(tmp_path / "parts") == folder_content(tmp_path / "whole")
+    assert names_in(tmp_path) == ["parts", "whole"]
+
+
+def test_an_untied_head_is_gone_on_with(
+    tiny_model: TinyModel, calibrated: Calibrated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["quantize", tiny_model("llama"), "--recipe", "bipolar-w4a4-rotated"]
+    command += ["--calibration", calibrated("llama")]
+    assert run(*command, "-o", tmp_path / "whole").exit_code == 0
+    with monkeypatch.context() as patch:
+        cut_short(patch, 2, interrupt)
+        run(*command, "-o", tmp_path / "parts")
+    assert run(*command, "-o", tmp_path / "parts").exit_code == 0
+    assert folder_content(tmp_path / "parts") == folder_content(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_calibrating_goes_on_to_the_same_bytes(
+    pieces: int, tiny_model: TinyModel, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["calibrate", tiny_model("opt"), "--text", text_file, "--seq-len", 32, "--windows", 4]
+    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+    assert run(*command, "-o", whole).exit_code == 0
+    with monkeypatch.context() as patch:
+        cut_short(patch, pieces, interrupt)
+        run(*command, "-o", parts)
+    assert not parts.exists()
+    again = run(*command, "-o", parts)
+    assert f"{pieces} pieces are finished" in again.stderr
+    assert parts.read_bytes() == whole.read_bytes()
+    assert names_in(tmp_path) == ["parts.safetensors", "whole.safetensors"]
+
+
+@pytest.fixture
+def unfinished(
+    tiny_model: TinyModel, calibrated: Calibrated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, ...]:
+    """A command whose first run was killed behind the first block."""
+    command = ("quantize", tiny_model("opt"), "--recipe", "bcq-w4-g128-comp", "--calibration", calibrated("opt"))
+    command = (*command, "-o", tmp_path / "q")
+    child = os.fork()
+    if not child:
+        cut_short(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        run(*command)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    return command
+
+
+def test_what_a_killed_run_left_is_found(unfinished: tuple[Any, ...], tmp_path: Path) -> None:
+    assert ".q.quantkit-work" in names_in(tmp_path)
+    again = run(*unfinished)
+    assert again.exit_code == 0, again.stderr
+    assert "going on with the work of an earlier run" in again.stderr
+    assert names_in(tmp_path) == ["q"]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (["--set", "sweeps=1"], "another recipe"),
+        (["--activations", "bf16"], "another activations"),
+    ],
+    ids=["recipe", "activations"],
+)
+def test_other_work_is_refused_and_begun_anew_when_asked(
+    change: list[str], what: str, unfinished: tuple[Any, ...], tmp_path: Path
+) -> None:
+    message = refusal(*unfinished, *change)
+    assert what in message
+    assert "--restart" in message
+    again = run(*unfinished, *change, "--restart")
+    assert again.exit_code == 0, again.stderr
+    assert "going on" not in again.stderr
+    assert names_in(tmp_path) == ["q"]
+
+
+def test_another_version_is_refused(unfinished: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.__version__", "9.9")
+    assert "another version" in refusal(*unfinished)
+
+
+@pytest.mark.parametrize("name", ["piece-00001.safetensors", "state-00002"])
+def test_altered_pieces_are_refused(name: str, unfinished: tuple[Any, ...], tmp_path: Path) -> None:
+    path = tmp_path / ".q.quantkit-work" / name
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    refused = run(*unfinished)
+    assert refused.exit_code == 2
+    assert "is not what was written" in refused.stderr
+    assert run(*unfinished, "--restart").exit_code == 0
+
+
+def test_one_part_of_the_model_is_in_memory_at_a_time(
+    tiny_model: TinyModel, calibrated: Calibrated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.jobs import quantize_blocks
+
+    quantize, held = quantize_blocks._quantize_block, []
+
+    def watched(job: Any, index: int, *rest: Any) -> None:
+        stream: ModelStream = job.stream
+        held.append({stream.owner(name) for name, one in stream.model.named_parameters() if not one.is_meta})
+        quantize(job, index, *rest)
+
+    monkeypatch.setattr(quantize_blocks, "_quantize_block", watched)
+    command = ["quantize", tiny_model("opt"), "--recipe", "bcq-w4-g128-comp", "--calibration", calibrated("opt")]
+    assert run(*command, "-o", tmp_path / "q").exit_code == 0
+    assert held == [{"model.decoder.layers.0"}, {"model.decoder.layers.1"}]
+
+
+def test_a_disk_without_room_for_hidden_states_is_refused(
+    tiny_model: TinyModel, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("quantkit.storage.resume.os.posix_fallocate", full)
+    command = ["calibrate", tiny_model("opt"), "--text", text_file, "--seq-len", 32, "--windows", 2]
+    assert "No space left on device" in refusal(*command, "-o", tmp_path / "c.safetensors")
+    assert names_in(tmp_path) == []

@@ -1,0 +1,27 @@
+"""Progress where stderr is no terminal."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from quantkit import progress
+
+
+def test_a_line_comes_while_one_item_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.05)
+    for number in progress.track(range(3), "work"):
+        if number == 1:
+            time.sleep(0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) >= 2
+    assert all(line.startswith("quantkit: work: 1 of 3 done in 0:00:0") for line in lines)
+    assert "left" in lines[0]
+
+
+def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(progress.track(iter("abc"), "work")) == ["a", "b", "c"]
+    assert capsys.readouterr().err == ""
