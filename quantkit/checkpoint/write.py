@@ -52,6 +52,11 @@ def save_checkpoint(model: Any, report: Mapping[str, Any], folder: Path) -> None
     model.config.save_pretrained(folder)
     metadata = {"format": "pt", CONFIG_DIGEST: config_digest(read_document(folder))}
     _write_weights(stored_tensors(model), metadata, folder)
+    write_report(report, folder)
+
+
+def write_report(report: Mapping[str, Any], folder: Path) -> None:
+    """quantkit.json of a folder that is complete but for it; it lists every other file. Raises OSError."""
     files = {name: _listed_digest(folder / name) for name in sorted(_files(folder))}
     text = json.dumps({**report, "files": files}, indent=1) + "\n"
     (folder / REPORT_FILE).write_text(text, encoding="utf-8")
