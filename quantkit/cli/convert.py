@@ -33,7 +33,9 @@ def convert(
             "checkpoint": str(result.folder),
             "source": result.method,
             "layers": f"{result.layers}, {result.exact} exact",
-            "rounding": f"up to {result.rounding:.2g} of a step in {rounded} layers" if rounded else "none",
+            "rounding": f"up to {result.rounding:.2g} of a group's largest weight, in {rounded} layers"
+            if rounded
+            else "none",
             **{"left out": ", ".join(f"{note} ({count} layers)" for note, count in result.notes.items()) or "nothing"},
             "bits per weight": f"{result.bits_per_weight:.3f} (codes, scales and offsets of the quantized layers)",
             "size": f"{result.bytes / 1e6:.1f} MB (all weights)",

@@ -56,7 +56,8 @@ def plan(source: Source, folder: Path, *, exact: bool) -> Plan:
         stored[name] = StoredLayer(fit.spec, layer.shape)
         report = fit.report if isinstance(fit, PackedWeight) else fit.report()
         note = {"note": layer.note} if layer.note else {}
-        reports[name] = {"method": source.method, **report, **note}
+        method = f"{source.method} {layer.kind}".rstrip()
+        reports[name] = {"method": method, **report, **note}
     linears = (name for name, module in model.named_modules() if isinstance(module, LINEAR_TYPES))
     ignore = tuple(name for name in linears if name not in stored)
     meta = {

@@ -60,7 +60,8 @@ class Fitted:
     """A grid in the ``bcq`` format's tensors.
 
     scales: [planes, N, G] fp16. offset: [N, G] fp16. wider: one plane more, for code - zero + 2**bits. constant: two
-    planes of equal signs more. error: the largest difference of a level from the grid's, in steps of its group.
+    planes of equal signs more. error: the largest difference of a level from the grid's, over the largest
+    magnitude in its group.
     """
 
     grid: Grid
@@ -118,7 +119,7 @@ def fitted(grid: Grid, name: str, *, exact: bool) -> Fitted:
             return constant
     raise CheckpointError(
         f"{name}: its levels are not exact in fp16 planes; without `exact` they are rounded, "
-        f"by {plain.error:.2g} of a step at most"
+        f"by up to {plain.error:.2g} of the largest weight of a group"
     )
 
 
@@ -166,31 +167,27 @@ def joined_groups(grid: Grid, columns: int, name: str) -> Grid:
 
 def _plain(grid: Grid) -> Fitted:
     top = 2**grid.bits - 1
-    return _stored(grid, grid.step, grid.bits, grid.lowest + grid.step * (top / 2))
+    return _stored(grid, _planes(grid, grid.bits), grid.lowest + grid.step * (top / 2))
 
 
 def _widened(grid: Grid) -> Fitted:
-    return _stored(grid, grid.step, grid.bits + 1, -grid.step / 2, wider=True)
+    return _stored(grid, _planes(grid, grid.bits + 1), -grid.step / 2, wider=True)
+
+
+def _planes(grid: Grid, count: int) -> list[Tensor]:
+    return [grid.step * 2.0 ** (i - 1) for i in range(count)]
 
 
 def _with_constants(grid: Grid) -> Fitted:
-    fit = _stored(grid, grid.step, grid.bits, grid.lowest, constant=True)
-    extra = torch.stack([grid.step * 2.0 ** (grid.bits - 1), grid.step / 2])
-    scales = torch.cat([fit.scales, extra.half()])
-    error = max(fit.error, _steps((extra - extra.half().double()).abs().sum(dim=0), grid.step))
-    return Fitted(grid, scales, fit.offset, wider=False, constant=True, error=error)
+    constants = [grid.step * 2.0 ** (grid.bits - 1), grid.step / 2]
+    return _stored(grid, [*_planes(grid, grid.bits), *constants], grid.lowest, constant=True)
 
 
-def _stored(
-    grid: Grid, step: Tensor, planes: int, offset: Tensor, *, wider: bool = False, constant: bool = False
-) -> Fitted:
-    scales = torch.stack([step * 2.0 ** (i - 1) for i in range(planes)])
+def _stored(grid: Grid, planes: list[Tensor], offset: Tensor, *, wider: bool = False, constant: bool = False) -> Fitted:
+    scales = torch.stack(planes)
     stored, shift = scales.half(), offset.half()
     difference = (scales - stored.double()).abs().sum(dim=0) + (offset - shift.double()).abs()
-    return Fitted(grid, stored, shift, wider, constant, _steps(difference, step))
-
-
-def _steps(difference: Tensor, step: Tensor) -> float:
-    """The largest difference in steps; a difference where the step is 0 counts as infinite."""
-    ratio = torch.where(difference == 0, 0.0, difference / step.abs())
-    return ratio.max().item() if ratio.numel() else 0.0
+    highest = grid.lowest + grid.step * (2**grid.bits - 1)
+    largest = torch.maximum(grid.lowest.abs(), highest.abs())
+    error = torch.where(difference == 0, 0.0, difference / largest)
+    return Fitted(grid, stored, shift, wider, constant, error.max().item() if error.numel() else 0.0)

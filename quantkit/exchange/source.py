@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from quantkit.storage.tensors import StoredTensor, read_header
 Get = Callable[[str], Tensor]
 """The name of a stored tensor -> the tensor."""
 COPY = "copy it again"
+OLD_DOCUMENT = "quantize_config.json"  # where AutoGPTQ kept what config.json says today
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class SourceLayer:
 
     name: of the module. shape: (N, K). bits, act_bits: of the stored codes; 16 = not quantized. group_size: -1 for
     the row. fields: what the source calls each of its tensors -> the full name of the stored one. bytes: of them all.
-    note: what the conversion leaves out, or "".
+    note: what the conversion leaves out, or "". kind: the type of its blocks, where a source has several.
     """
 
     name: str
@@ -40,6 +41,7 @@ class SourceLayer:
     bytes: int
     act_bits: int = 16
     note: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ class Source:
     """A model to convert.
 
     method: what wrote it, such as "gptq v2". config: config.json without its quantization_config. layers: by name.
-    others: names of the tensors that are no part of a quantized layer, as the model knows them. get: any tensor.
-    write_surroundings: writes tokenizer and generation settings into a folder.
+    others: names of the tensors that are no part of a quantized layer, as the model knows them. matrices: those of them
+    with two dimensions. get: any tensor. write_surroundings: writes tokenizer and generation settings into a folder.
+    bytes: of all weight files.
     """
 
     method: str
@@ -75,9 +78,10 @@ class Source:
     layers: Mapping[str, SourceLayer]
     layout: Layout
     others: tuple[str, ...]
+    matrices: tuple[str, ...]
     get: Get
     write_surroundings: Callable[[Path], None]
-    notes: tuple[str, ...] = field(default=())
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,9 @@ def opened_folder(folder: Path) -> Iterator[Folder]:
     """
     config = read_config(folder)
     document = config.pop("quantization_config", None)
+    if document is None and (folder / OLD_DOCUMENT).is_file():
+        written = read_json(folder / OLD_DOCUMENT, f"source {folder}: {OLD_DOCUMENT}", CheckpointError)
+        document = {"quant_method": "gptq", **written} if isinstance(written, dict) else written
     if not isinstance(document, dict):
         raise CheckpointError(f"source {folder}: config.json has no quantization_config; is it a quantized model?")
     files = [read_header(Path(name), f"source file {name}", CheckpointError, COPY) for name in weight_files(folder)]
@@ -154,7 +161,7 @@ def opened_folder(folder: Path) -> Iterator[Folder]:
         yield Folder(folder, config, document, tensors, lambda name: places[name].get_tensor(name))
 
 
-_NOT_COPIED = ("config.json", "quantize_config.json", "quant_config.json", "quantkit.json", "quant_log.csv")
+_NOT_COPIED = ("config.json", OLD_DOCUMENT, "quant_config.json", "quantkit.json", "quant_log.csv")
 _COPIED = (".json", ".jinja", ".model", ".txt")
 _MOST_BYTES = 1 << 28
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.exchange import awq, compressed_tensors, gptq
+from quantkit.exchange.gguf import SUFFIX, opened_gguf
 from quantkit.exchange.source import (
     Folder,
     Layout,
@@ -51,6 +52,11 @@ SOURCES: dict[str, SourceFormat] = {
 }
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file, or what should be one."""
+    return path.suffix == SUFFIX and not path.is_dir()
+
+
 @contextmanager
 def opened_source(path: Path, *, weights_only: bool = False) -> Iterator[Source]:
     """A quantized model of another tool, its files open while entered.
@@ -58,6 +64,10 @@ def opened_source(path: Path, *, weights_only: bool = False) -> Iterator[Source]
     weights_only: take the weights of layers whose quantized activations have no kernels here.
     Raises CheckpointError for what is no such model, of an unknown format, or incomplete.
     """
+    if is_gguf(path):
+        with opened_gguf(path) as source:
+            yield source
+        return
     if not path.is_dir():
         raise CheckpointError(f"source {path}: no such folder")
     with opened_folder(path) as folder:
@@ -77,6 +87,8 @@ def opened_source(path: Path, *, weights_only: bool = False) -> Iterator[Source]
             layers=layers,
             layout=row.layout(folder),
             others=others,
+            matrices=tuple(name for name in others if len(folder.tensors[name].shape) == 2),
             get=folder.get,
             write_surroundings=partial(copy_surroundings, path),
+            bytes=sum(tensor.bytes for tensor in folder.tensors.values()),
         )

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import logging
+
 from quantkit.checkpoint.config import bits_per_weight
 from quantkit.checkpoint.write import folder_bytes, foreign
-from quantkit.errors import OutputError, refusing
+from quantkit.errors import CheckpointError, OutputError, refusing
 from quantkit.exchange.convert import plan, write
 from quantkit.exchange.table import opened_source
 from quantkit.integrations.transformers import check_readable
@@ -22,7 +24,8 @@ class ConvertResult:
     """What the job did.
 
     method: the source's format. exact: layers whose levels are the source's to the bit. rounding: the largest
-    difference of a level elsewhere, in steps of its group. notes: what was left out, with the layers it concerns.
+    difference of a level elsewhere, over the largest magnitude in its group. notes: what was left out, and of how many
+    layers.
     """
 
     folder: Path
@@ -53,7 +56,7 @@ def convert_model(
         made = plan(opened, output.work, exact=exact)
         with refusing(f"output {out} cannot be written", OutputError):
             write(opened, made, output.work, exact=exact)
-        check_readable(output.work)
+        _check_result(output.work, source)
         output.publish()
     reports = made.reports
     notes: dict[str, int] = {}
@@ -72,3 +75,17 @@ def convert_model(
         seconds=time.perf_counter() - started,
         report=reports,
     )
+
+
+def _check_result(folder: Path, source: Path) -> None:
+    """Load the result without giving it memory. Raises CheckpointError where the source lacked something."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)  # what it would report is in the error
+    logging.disable_progress_bar()
+    try:
+        check_readable(folder)
+    except CheckpointError as error:
+        problem = str(error).replace(f"checkpoint {folder}", "as a checkpoint")
+        raise CheckpointError(f"source {source}: does not make a whole model: {problem}") from error
+    finally:
+        logging.set_verbosity(verbosity)

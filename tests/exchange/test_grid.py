@@ -12,7 +12,7 @@ from quantkit.exchange.grid import Grid, check_zero, fitted, joined_groups, unif
 from quantkit.formats.bcq import BcqTensors
 from quantkit.formats.table import dequantize
 
-HALF_STEPS = 2**-12  # of the offset: what rounding it to fp16 costs, in parts of itself
+ROUNDING = 2**-11  # of the offset, which no level's magnitude is below: half a unit in the last place of fp16
 
 
 def _grid(bits: int, seed: int, *, symmetric: bool, groups: int = 3) -> Grid:
@@ -63,9 +63,10 @@ def test_rounded_grids_state_their_error(bits: int, seed: int) -> None:
     codes = _codes(bits)
     fit = fitted(grid, "layer", exact=False)
     assert fit.extra_planes == 0
-    error = (dequantize(fit.pack(codes)).double() - grid.levels(codes)).abs() / grid.per_column(grid.step, 48)
-    assert error.max() <= fit.error + 1e-6  # fp32 sums of codes that were rounded
-    assert fit.error <= 2**bits * HALF_STEPS
+    largest = torch.maximum(grid.lowest.abs(), (grid.lowest + grid.step * (2**bits - 1)).abs())
+    error = (dequantize(fit.pack(codes)).double() - grid.levels(codes)).abs() / grid.per_column(largest, 48)
+    assert error.max() <= fit.error + 1e-6  # fp32 sums of numbers that were rounded
+    assert fit.error <= ROUNDING
 
 
 def test_eight_bits_with_a_zero_that_rounds_are_refused_when_exactness_is_asked_for() -> None:
