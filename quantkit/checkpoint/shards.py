@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -12,14 +12,17 @@ from quantkit.storage.tensors import write_tensors
 
 SHARD_BYTES = 10**9
 INDEX = "model.safetensors.index.json"
+Write = Callable[[Path, Mapping[str, Tensor], Mapping[str, str]], None]
 
 
 class ShardWriter:
     """Takes tensors one by one and writes them in files of at most ``shard_bytes``, a larger tensor by itself."""
 
-    def __init__(self, folder: Path, metadata: Mapping[str, str], shard_bytes: int = SHARD_BYTES):
-        """metadata: of every file."""
-        self._folder, self._metadata, self._limit = folder, dict(metadata), shard_bytes
+    def __init__(
+        self, folder: Path, metadata: Mapping[str, str], shard_bytes: int = SHARD_BYTES, write: Write = write_tensors
+    ):
+        """metadata: of every file. write: (path, tensors, metadata), which makes one."""
+        self._folder, self._metadata, self._limit, self._write = folder, dict(metadata), shard_bytes, write
         self._held: dict[str, Tensor] = {}
         self._held_bytes = self._total = 0
         self._shards: list[tuple[str, ...]] = []
@@ -49,7 +52,7 @@ class ShardWriter:
         (self._folder / INDEX).write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def _flush(self) -> None:
-        write_tensors(self._path(len(self._shards)), self._held, self._metadata)
+        self._write(self._path(len(self._shards)), self._held, self._metadata)
         self._shards.append(tuple(self._held))
         self._held, self._held_bytes = {}, 0
 

@@ -74,7 +74,7 @@ def write(source: Source, made: Plan, folder: Path, *, exact: bool, shard_bytes:
     Raises OSError, and CheckpointError for tensors that cannot be read.
     """
     document = config_to_json(made.config)
-    _write_config({**source.config, "quantization_config": document}, folder)
+    write_config({**source.config, "quantization_config": document}, folder)
     source.write_surroundings(folder)
     writer = ShardWriter(folder, {"format": "pt", CONFIG_DIGEST: config_digest(document)}, shard_bytes)
     for name, tensor in _tensors(source, made, exact=exact):
@@ -106,7 +106,7 @@ def _packed(source: Source, layer: SourceLayer, *, exact: bool) -> PackedWeight:
 
 def _skeleton(config: Mapping[str, Any], folder: Path) -> nn.Module:
     """The model of a config on the meta device."""
-    _write_config(config, folder)
+    write_config(config, folder)
     with refusing("source: its config.json describes no model that transformers builds", CheckpointError):
         built = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
@@ -114,7 +114,8 @@ def _skeleton(config: Mapping[str, Any], folder: Path) -> nn.Module:
     return model
 
 
-def _write_config(config: Mapping[str, Any], folder: Path) -> None:
+def write_config(config: Mapping[str, Any], folder: Path) -> None:
+    """Write config.json. Raises OSError."""
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
