@@ -25,14 +25,19 @@ def _half(value: float) -> list[int]:
     return list(np.float16(value).tobytes())
 
 
-def _random(name: str, kind: BlockType, seed: int = 0) -> np.ndarray:
-    """Blocks [3, 2 blocks] of random bits with scales of usual size; minima of the same order as their steps."""
-    rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (3, 2, kind.size), dtype=np.uint8)
+def random_blocks(name: str, rows: int, columns: int, rng: np.random.Generator) -> np.ndarray:
+    """Blocks [rows, bytes] of random bits with scales of usual size; minima of the same order as their steps."""
+    kind = BLOCK_TYPES[name]
+    count = columns // kind.weights
+    blocks = rng.integers(0, 256, (rows, count, kind.size), dtype=np.uint8)
     for start in SCALE_FIELDS[name]:
-        scales = rng.uniform(1e-3, 2e-2, (3, 2)).astype(np.float16)
-        blocks[..., start : start + 2] = scales.view(np.uint8).reshape(3, 2, 2)
-    return blocks.reshape(3, -1)
+        scales = rng.uniform(1e-3, 2e-2, (rows, count)).astype(np.float16)
+        blocks[..., start : start + 2] = scales.view(np.uint8).reshape(rows, count, 2)
+    return blocks.reshape(rows, -1)
+
+
+def _random(name: str, kind: BlockType) -> np.ndarray:
+    return random_blocks(name, 3, 2 * kind.weights, np.random.default_rng(0))
 
 
 def _reference(name: str, blocks: np.ndarray) -> torch.Tensor:
