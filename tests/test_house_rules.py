@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("nn", "quantizers", "calibration"),
     ("methods", "evaluation"),
     ("checkpoint",),
+    ("exchange",),
     ("runtime",),
     ("integrations",),
     ("search",),

@@ -52,6 +52,11 @@ def save_checkpoint(model: Any, report: Mapping[str, Any], folder: Path, tensors
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     _write_weights(stored_tensors(model), weights_metadata(read_document(folder)), folder, tensors)
+    write_report(report, folder)
+
+
+def write_report(report: Mapping[str, Any], folder: Path) -> None:
+    """quantkit.json of a folder that is complete but for it; it lists every other file. Raises OSError."""
     files = {name: _listed_digest(folder / name) for name in sorted(_files(folder))}
     text = json.dumps({**report, "files": files}, indent=1) + "\n"
     (folder / REPORT_FILE).write_text(text, encoding="utf-8")

@@ -11,8 +11,10 @@ from quantkit.cli.bench import app as bench_app
 from quantkit.cli.calibrate import calibrate
 from quantkit.cli.common import Program
 from quantkit.cli.compare import compare
+from quantkit.cli.convert import convert
 from quantkit.cli.doctor import doctor
 from quantkit.cli.evaluate import app as evaluate_app
+from quantkit.cli.export import export
 from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
 from quantkit.cli.quantize import quantize
@@ -45,6 +47,8 @@ def _options(
 
 app.command()(calibrate)
 app.command()(quantize)
+app.command()(convert)
+app.command()(export)
 app.command()(search)
 app.add_typer(evaluate_app, name="eval")
 app.add_typer(bench_app, name="bench")

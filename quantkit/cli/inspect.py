@@ -15,15 +15,16 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="A quantkit checkpoint.")],
+    folder: Annotated[Path, typer.Argument(help="A quantkit checkpoint, or a model that 'quantkit convert' reads.")],
     verify: Annotated[bool, typer.Option("--verify", help="Compare every tensor and file with its sha256.")] = False,
     json_path: JsonOption = None,
 ) -> None:
     """Show how every layer of a checkpoint is stored, and what was measured while quantizing it."""
     check_json_path(json_path)
     from quantkit.checkpoint.summary import summarize
+    from quantkit.exchange.summary import is_foreign, summarize_source
 
-    summary = summarize(folder, verify=verify)
+    summary = summarize_source(folder, verify=verify) if is_foreign(folder) else summarize(folder, verify=verify)
     _print_layers(summary)
     print_facts(
         {

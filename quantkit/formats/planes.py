@@ -8,6 +8,8 @@ from torch import Tensor
 BITS_PER_BYTE = 8
 MAX_BITS = 8
 _SHIFTS = tuple(range(BITS_PER_BYTE))
+_LOWEST_BITS = 0x0101010101010101  # of each byte of a 64-bit number
+_GATHER = 0x0102040810204080  # times this, they are the number's highest byte, the first byte's bit lowest
 
 
 def packed_width(columns: int) -> int:
@@ -52,8 +54,9 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     codes: [N, K] integer, 0 <= code < 2**bits.
     Returns [bits, N, ceil(K / 8)] uint8, plane i holding bit i.
     """
-    codes = codes.to(torch.uint8)
-    return torch.stack([pack_bits((codes >> i) & 1) for i in range(bits)])
+    padded = torch.nn.functional.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % BITS_PER_BYTE))
+    eights = padded.contiguous().view(torch.int64)  # eight codes in a number, the first in its lowest byte
+    return torch.stack([((((eights >> i) & _LOWEST_BITS) * _GATHER) >> 56).to(torch.uint8) for i in range(bits)])
 
 
 def unpack_codes(planes: Tensor, columns: int) -> Tensor:

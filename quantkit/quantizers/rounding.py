@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight, Shape
-from quantkit.formats.bcq import BcqSpec, check_group_size, check_scale_bits, check_weight_bits
+from quantkit.formats.bcq import CODE_BITS, BcqSpec, check_group_size, check_scale_bits, check_weight_bits
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.coding import CodeShape, code_groups
 from quantkit.quantizers.bcq.compensation import compensate
@@ -17,6 +18,8 @@ from quantkit.quantizers.gptq import GptqOptions
 
 # Shrink factors of a group's range that the clip search tries. 1 bit wants about 0.3 of a Gaussian's range.
 _CLIP_RATIOS = tuple(1.0 - 0.025 * i for i in range(31))
+_ZEROS = ("free", "integer")
+_HALF_DIGITS = 11  # significant bits of fp16
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class RtnSettings:
     (weighted by E[x^2] with a calibration artifact) instead of taking minimum and maximum. compensate: GPTQ, each
     column's error moved to the columns behind it, grids fitted per group on the way. damping: share of each diagonal
     element of E[x x^T] added to it. scale_bits: 16, or 8 for scales and offsets as codes with a factor per row; each
-    plane's scale is then rounded by itself."""
+    plane's scale is then rounded by itself. zero: free, the middle of the range, or integer, a whole number of steps
+    from 0, as other engines store it (exchange/)."""
 
     weight_bits: int = 4
     group_size: int = 128
@@ -33,11 +37,16 @@ class RtnSettings:
     compensate: bool = False
     damping: float = 0.5
     scale_bits: int = 16
+    zero: str = "free"
 
     def __post_init__(self) -> None:
         check_weight_bits(self.weight_bits)
         check_group_size(self.group_size)
         check_scale_bits(self.scale_bits)
+        if self.zero not in _ZEROS:
+            raise RecipeError(f"zero is {self.zero!r}; choose {' or '.join(_ZEROS)}")
+        if self.zero == "integer" and self.scale_bits == CODE_BITS:
+            raise RecipeError("zero: integer needs scale_bits: 16; codes of scales are no uniform grid")
         GptqOptions(damping=self.damping)
 
 
@@ -109,6 +118,37 @@ def fit_uniform(values: Tensor, importance: Tensor, bits: int, *, symmetric: boo
     return UniformGrid(half_step, offset, bits)
 
 
+def fit_integer_zero(values: Tensor, importance: Tensor, bits: int, *, clip: bool) -> UniformGrid:
+    """As fit_uniform, of grids that hold 0 as a level: offset = (2**bits - 1 - 2 zero) * half_step, zero an integer.
+
+    The product is exact in fp16: half_step keeps as few bits as that takes, 10 where zero is next to the middle.
+    """
+    low, high = values.amin(dim=-1).clamp_max(0), values.amax(dim=-1).clamp_min(0)
+    best = _integer_zero(low, high, bits)
+    least = weighted_error(best.levels(best.round(values)), values, importance)
+    for ratio in _CLIP_RATIOS[1:] if clip else ():
+        grid = _integer_zero(low * ratio, high * ratio, bits)
+        error = weighted_error(grid.levels(grid.round(values)), values, importance)
+        better = error < least
+        least = torch.where(better, error, least)
+        best = UniformGrid(
+            torch.where(better, grid.half_step, best.half_step), torch.where(better, grid.offset, best.offset), bits
+        )
+    return best
+
+
+def _integer_zero(low: Tensor, high: Tensor, bits: int) -> UniformGrid:
+    top = 2**bits - 1
+    half_step = _half_step(high - low, bits)
+    zero = (-low / (2 * half_step)).round_().clamp_(0, top)
+    odd = top - 2 * zero
+    _, digits = torch.frexp(odd)  # bits of the integer
+    mantissa, exponent = torch.frexp(half_step)
+    scale = 2.0 ** (_HALF_DIGITS - digits)
+    half_step = torch.ldexp((mantissa * scale).round_() / scale, exponent).half().float().clamp_min(SMALLEST_SCALE)
+    return UniformGrid(half_step, odd * half_step, bits)
+
+
 def _half_step(width: Tensor, bits: int) -> Tensor:
     return (width / (2 * (2**bits - 1))).half().float().clamp_min(SMALLEST_SCALE)
 
@@ -120,6 +160,8 @@ def quantize(layer: LayerInput, settings: RtnSettings) -> PackedWeight:
     """
 
     def fit(values: Tensor, importance: Tensor) -> UniformGrid:
+        if settings.zero == "integer":
+            return fit_integer_zero(values, importance, settings.weight_bits, clip=settings.clip)
         return fit_uniform(values, importance, settings.weight_bits, symmetric=False, clip=settings.clip)
 
     shape = CodeShape(settings.weight_bits, settings.group_size, settings.scale_bits)

@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantkit.errors import RecipeError
 from quantkit.formats.table import dequantize
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.rounding import RtnSettings, fit_uniform, quantize
+from quantkit.quantizers.rounding import RtnSettings, fit_integer_zero, fit_uniform, quantize
 
 # Clipped asymmetric round-to-nearest on Gaussian weights, g = 128, with 5 % slack for the sample.
 GAUSSIAN_BOUNDS = {2: 0.143, 3: 0.0365, 4: 0.0095}
@@ -47,3 +48,34 @@ def test_symmetric_grid_mirrors_at_zero() -> None:
     grid = fit_uniform(values, torch.ones_like(values), 4, symmetric=True, clip=True)
     assert torch.equal(grid.offset, torch.zeros(8))
     assert torch.equal(grid.levels(15 - grid.round(values)), -grid.levels(grid.round(values)))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+def test_integer_zeros_are_levels_and_stored_exactly(bits: int, clip: bool) -> None:
+    values = torch.randn(64, 32) + torch.linspace(-3, 3, 64)[:, None]
+    grid = fit_integer_zero(values, torch.ones_like(values), bits, clip=clip)
+    assert torch.equal(grid.half_step.half().float(), grid.half_step)
+    assert torch.equal(grid.offset.half().float(), grid.offset)
+    zero = (2**bits - 1 - grid.offset / grid.half_step) / 2
+    assert torch.equal(zero, zero.round())
+    assert zero.min() >= 0
+    assert zero.max() <= 2**bits - 1
+    assert torch.equal(grid.levels(zero[:, None]), torch.zeros(64, 1))
+
+
+@pytest.mark.parametrize(("bits", "growth"), [(2, 1.4), (3, 1.25), (4, 1.15), (8, 1.3)])
+def test_integer_zeros_cost_little(bits: int, growth: float) -> None:
+    """A zero point moves by half a step at most; at 8 bits the step itself keeps few digits."""
+    layer = LayerInput("layer", torch.randn(64, 1024))
+    free, integer = (
+        quantize(layer, RtnSettings(weight_bits=bits, zero=zero)).report["weight_error"] for zero in ("free", "integer")
+    )
+    assert integer <= growth * free
+
+
+def test_impossible_zeros_are_refused() -> None:
+    with pytest.raises(RecipeError, match="zero is 'none'; choose free or integer"):
+        RtnSettings(zero="none")
+    with pytest.raises(RecipeError, match="needs scale_bits: 16"):
+        RtnSettings(zero="integer", scale_bits=8)
