@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import quantkit
 from quantkit.jobs.convert import convert_model
 from quantkit.jobs.export import export_model
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.recipe import load_recipe
 from tests.cli.calls import refusal, run
@@ -70,8 +70,7 @@ def test_plans_with_bits_per_layer_come_back(tiny_model: Model, tmp_path: Path, 
         load_recipe(str(recipe)),
         tmp_path / "rtn",
         calibration=None,
-        device="cpu",
-        overwrite=False,
+        options=QuantizeOptions("cpu"),
     )
     export_model(tmp_path / "rtn", tmp_path / "out", to=to, exact=True)
     convert_model(tmp_path / "out", tmp_path / "back", exact=True)
@@ -102,8 +101,7 @@ def test_smoothquant_becomes_int_quantized_and_back(
         load_recipe("smoothquant", ["smooth_unfed=false"]),
         tmp_path / "smooth",
         calibration=calibrated("opt"),
-        device="cpu",
-        overwrite=False,
+        options=QuantizeOptions("cpu"),
     )
     export_model(tmp_path / "smooth", tmp_path / "out", to="compressed-tensors", exact=True)
     convert_model(tmp_path / "out", tmp_path / "back", exact=True)
