@@ -23,8 +23,9 @@ import quantkit
 from quantkit.calibration.artifact import save_calibration
 from quantkit.calibration.runner import calibrate
 from quantkit.data.corpora import Corpus
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.models.loading import load_model
+from quantkit.models.stream import in_memory_stream
 from quantkit.recipe import parse_recipe
 from tests.serving.tokens import NEW_TOKENS
 from tests.tiny import POSITIONS, VOCABULARY, sample_text, save_model
@@ -97,13 +98,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     loaded, tokenizer = load_model(str(sources["llama"]))
     text = Corpus("sample", (sample_text(),))
-    save_calibration(calibrate(loaded, tokenizer, text, name="llama", windows=4, seq_len=64, seed=0), root / "c")
+    stream = in_memory_stream(loaded)
+    save_calibration(calibrate(stream, tokenizer, text, name="llama", windows=4, seq_len=64, seed=0), root / "c")
     made = {}
     for name, (family, recipe, calibrated) in CHECKPOINTS.items():
         made[name] = root / f"quantized-{name}"
         parsed = parse_recipe(recipe, name=name, where=name)
         calibration = root / "c" if calibrated else None
-        quantize_model(str(sources[family]), parsed, made[name], calibration=calibration, device="cpu", overwrite=False)
+        quantize_model(
+            str(sources[family]), parsed, made[name], calibration=calibration, options=QuantizeOptions("cpu")
+        )
     return made
 
 
