@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from quantkit.calibration.artifact import load_calibration, write_calibration
+from quantkit.checkpoint.read import read_headers, weight_files
 from quantkit.checkpoint.write import foreign, save_checkpoint, save_surroundings
 from quantkit.errors import OutputError, refusing
 from quantkit.integrations.transformers import load_checkpoint
@@ -47,12 +48,13 @@ def write_checkpoint(tiny_model: Callable[[str], Path], tmp_path_factory: pytest
     quantize_tiny(tiny_model("opt"), folder)
     model = load_checkpoint(str(folder), device="cpu", dtype=None)
     _, tokenizer = load_model(str(tiny_model("opt")))
+    stored = {name: file for file in read_headers(weight_files(folder)) for name in file.tensors}
 
     def write(out: Path, word: str) -> None:
         failure = refusing("output cannot be written", OutputError)
         with output_folder(out, replace=True, foreign=foreign) as output, failure:
             save_surroundings(model, tokenizer, output.work)
-            save_checkpoint(model, {"model": word, "layers": {}}, output.work)
+            save_checkpoint(model, {"model": word, "layers": {}}, output.work, stored)
             output.publish()
 
     return write

@@ -20,7 +20,7 @@ import torch
 from quantkit.calibration.artifact import load_calibration
 from quantkit.checkpoint.summary import summarize
 from quantkit.integrations.transformers import load_checkpoint
-from quantkit.jobs.quantize import quantize_model
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.methods import check_recipe
 from quantkit.models.loading import load_model
 from quantkit.ops.bcq import autotune
@@ -61,8 +61,7 @@ def checkpoint(
                 load_recipe(recipe, overrides),
                 made[name],
                 calibration=calibrated(family),
-                device="cpu",
-                overwrite=False,
+                options=QuantizeOptions(device="cpu"),
             )
         return made[name]
 

@@ -42,12 +42,13 @@ def test_what_was_written_wrong_is_refused_and_never_published(
     """Also where loading is told not to compare digests."""
     save = job.save_checkpoint
 
-    def save_and_damage(model: Any, report: Any, folder: Path) -> None:
-        save(model, report, folder)
+    def save_and_damage(model: Any, report: Any, folder: Path, tensors: Any) -> None:
+        save(model, report, folder, tensors)
         damage(folder)
 
     monkeypatch.setattr(job, "save_checkpoint", save_and_damage)
     monkeypatch.setenv(VERIFY_VARIABLE, verify)
     with pytest.raises(CheckpointError):
         quantize_tiny(tiny_model("opt"), tmp_path / "q")
-    assert list(tmp_path.iterdir()) == []
+    left = [path.name for path in tmp_path.iterdir() if not path.name.startswith(".q.quantkit-work")]
+    assert left == []  # but for the finished blocks, which the next run begins with
