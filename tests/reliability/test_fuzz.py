@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from quantkit.calibration.artifact import load_calibration
 from quantkit.checkpoint.summary import summarize
@@ -29,10 +30,12 @@ from quantkit.recipe import load_recipe, parse_recipe
 from quantkit.report.page import page
 from quantkit.report.sources import find_sources
 from quantkit.search.table import Option, TableFile
+from quantkit.storage.resume import workspace
 from quantkit.storage.tensors import VERIFY_VARIABLE
 from tests.reliability import mutations
 from tests.reliability.trials import EQUAL, REFUSED, outcome, remove, trials
 from tests.report import documents
+from tests.storage.test_resume import begin
 
 PROMPT = torch.tensor([[5, 40, 100, 7, 22]])
 # name: model, recipe, its overrides
@@ -288,3 +291,34 @@ def test_damaged_kernel_tables_are_refused_or_name_kernels(tmp_path: Path, monke
             path.write_bytes(trial.chance.choice(kinds)(content, trial.chance))
         outcome(read, trial)
     autotune._table.cache_clear()
+
+
+def test_damaged_unfinished_work_is_refused_or_equal(tmp_path: Path) -> None:
+    piece, place = begin(tmp_path / "q"), tmp_path / "q"
+    whole, folder = tmp_path / "whole", piece.parent
+    shutil.copytree(folder, whole)
+    reference = load_file(piece)
+
+    def read() -> bool:
+        with workspace(place, {"work": 1}, restart=False) as work:
+            if not work.finished:
+                return True  # the piece is gone: its work is done again
+            found = load_file(work.piece(0))
+            same = found.keys() == reference.keys() and all(torch.equal(found[name], reference[name]) for name in found)
+            return same and work.document(0) == {"layers": {}}
+
+    for trial in trials("unfinished work", 150):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(whole, folder)
+        path = folder / trial.chance.choice(("identity.json", piece.name, piece.name, piece.name))
+        content = path.read_bytes()
+        if trial.number % 15 == 0:
+            mutations.break_file(path, trial.chance)
+        elif path.suffix == ".json":
+            path.write_bytes(
+                trial.chance.choice((mutations.mutate_json, mutations.mutate_bytes))(content, trial.chance)
+            )
+        else:
+            kinds = (mutations.mutate_bytes, mutations.mutate_header, mutations.mutate_payload)
+            path.write_bytes(trial.chance.choice(kinds)(content, trial.chance))
+        outcome(read, trial)
