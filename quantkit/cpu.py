@@ -18,6 +18,8 @@ from pathlib import Path
 
 from quantkit.assets import cache_folder
 from quantkit.errors import DeviceError
+from quantkit.storage.checks import check_document, map_of, nullable, text
+from quantkit.storage.documents import read_json
 
 LIMIT_VARIABLE, LIMIT = "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16"  # the widest that does without AMX
 ANSWERS = "half-precision.json"
@@ -76,11 +78,13 @@ def _cpu_field(name: str) -> str:
 
 
 def _read(path: Path) -> dict[str, str | None]:
+    """The answers kept; none where they cannot be read, and the child is asked again."""
     try:
-        answers = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        answers: dict[str, str | None] = read_json(path, f"cache {path}", DeviceError)
+        check_document(answers, map_of(nullable(text)), f"cache {path}", DeviceError)
+    except DeviceError:
         return {}
-    return answers if isinstance(answers, dict) else {}
+    return answers
 
 
 def _write(path: Path, answers: dict[str, str | None]) -> None:

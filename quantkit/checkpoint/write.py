@@ -17,7 +17,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from quantkit.checkpoint.config import config_digest
 from quantkit.checkpoint.read import CONFIG_DIGEST, REPORT_FILE, read_document, read_report
 from quantkit.errors import CheckpointError
-from quantkit.storage.tensors import TensorFile, copy_tensors, file_header, in_file_order
+from quantkit.storage.tensors import DIGEST_LETTERS, TensorFile, copy_tensors, file_header, in_file_order
 
 MAX_SHARD_BYTES = 4 * 10**9
 _INDEX = "model.safetensors.index.json"
@@ -86,7 +86,7 @@ def weight_bytes(model: Any, metadata: Mapping[str, str]) -> int:
     total = 0
     for names in _split(tensors).filename_to_tensors.values():
         own = in_file_order({name: tensors[name] for name in names})
-        header = file_header(own, metadata, dict.fromkeys(own, "0" * 64))
+        header = file_header(own, metadata, dict.fromkeys(own, "0" * DIGEST_LETTERS))
         total += len(header) + sum(tensor.numel() * tensor.itemsize for tensor in own.values())
     return total
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def inspect(
     folder: Annotated[Path, typer.Argument(help="A quantkit checkpoint, or a model that 'quantkit convert' reads.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Compare every tensor and file with its sha256.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every tensor and file with its digest.")] = False,
     json_path: JsonOption = None,
 ) -> None:
     """Show how every layer of a checkpoint is stored, and what was measured while quantizing it."""
@@ -64,7 +64,7 @@ def _digests(summary: CheckpointSummary) -> str:
     if not summary.digests:
         return "none: unverified"
     compared = "all compared: as written" if summary.verified else "compare them with --verify"
-    return f"sha256 of {summary.digests} tensors ({compared})"
+    return f"of {summary.digests} tensors ({compared})"
 
 
 def _bits(layer: LayerSummary) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from quantkit.errors import EvaluationError
+from quantkit.storage.documents import read_text
 
 CONFIGS = Path(__file__).parent / "task_configs"
 _BATCH_SIZES = {"cpu": 8, "cuda": 64}  # logits of 64 requests of 200 tokens: 2.5 GB at a vocabulary of 50,000
@@ -86,10 +87,13 @@ def task_specs(options: TaskOptions) -> list[str | dict[str, Any]]:
 
 
 def _names_in(folder: Path) -> set[str]:
-    """Task names of the YAML files under a folder; a file that is no plain YAML is left for lm-eval to read."""
+    """Task names of the YAML files under a folder; a file that is no plain YAML is left for lm-eval to read.
+
+    Raises EvaluationError for one that is no text or no regular file.
+    """
     names = set()
     for path in folder.rglob("*.yaml"):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in read_text(path, f"task file {path}", EvaluationError).splitlines():
             if line.startswith("task:"):
                 names.add(line.removeprefix("task:").strip().strip("'\""))
     return names

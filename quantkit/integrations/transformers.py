@@ -150,8 +150,10 @@ def load_checkpoint(folder: str, *, device: str, dtype: torch.dtype | None) -> A
 def check_readable(folder: Path) -> None:
     """Open a checkpoint as a stranger would, every tensor's digest compared, without giving it memory.
 
-    Raises CheckpointError where it cannot be read.
+    What was just written is compared whatever QUANTKIT_VERIFY says. Raises CheckpointError where it cannot be read.
     """
+    if not verifies():
+        start_verifying(read_headers(weight_files(folder)), read_document(folder)).finish()
     _load(str(folder), device_map="meta")
 
 

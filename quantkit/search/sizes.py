@@ -19,14 +19,15 @@ from quantkit.checkpoint.write import MAX_SHARD_BYTES
 from quantkit.errors import RecipeError
 from quantkit.formats.base import Shape
 from quantkit.formats.table import FORMATS, format_name
-from quantkit.storage.tensors import DIGEST_PREFIX, DTYPES, file_header
+from quantkit.storage.tensors import DIGEST_LETTERS, DIGEST_PREFIX, DTYPES, file_header
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _MOST_DIGITS = 20
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-_DIGEST = "0" * 64  # as long as any sha256
+_DIGEST = "0" * DIGEST_LETTERS
+_SHA256 = "0" * 64
 # Where a file holds no tensor: the entries add their own length. Padding adds up to 7 bytes.
-_FILE_OVERHEAD = len(file_header({}, {"format": "pt", CONFIG_DIGEST: _DIGEST}, {})) + 7
+_FILE_OVERHEAD = len(file_header({}, {"format": "pt", CONFIG_DIGEST: _SHA256}, {})) + 7
 
 
 def parse_bytes(text: str) -> int:

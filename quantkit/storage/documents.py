@@ -20,9 +20,9 @@ MAX_INTEGER_BITS = 1000  # tokenizer_config.json holds 10**30 for no limit; floa
 _ALIASES = "aliases (*name) are not read: one line of them can stand for a billion values"
 
 
-def read_text(path: Path, what: str, kind: type[QuantkitError], *, limit: int = MAX_JSON_BYTES) -> str:
+def read_text(path: Path, what: str, kind: type[QuantkitError], hint: str = "", *, limit: int = MAX_JSON_BYTES) -> str:
     """A file's text in UTF-8; a pipe, a device or a folder is refused, as is more than ``limit`` bytes."""
-    with refusing(f"{what} cannot be read", kind):
+    with refusing(f"{what} cannot be read", kind, hint):
         if path.exists() and not path.is_file():
             raise ValueError("it is no regular file")
         if path.stat().st_size > limit:
@@ -30,17 +30,17 @@ def read_text(path: Path, what: str, kind: type[QuantkitError], *, limit: int = 
         return path.read_text(encoding="utf-8")
 
 
-def read_json(path: Path, what: str, kind: type[QuantkitError]) -> Any:
+def read_json(path: Path, what: str, kind: type[QuantkitError], hint: str = "") -> Any:
     """A JSON file; a key that stands twice in one mapping is refused.
 
     NaN and Infinity are floats, for checks to refuse: quantkit writes them where a measured ratio is infinite.
     """
-    return parse_json(read_text(path, what, kind), what, kind)
+    return parse_json(read_text(path, what, kind, hint), what, kind, hint)
 
 
-def parse_json(text: str, what: str, kind: type[QuantkitError]) -> Any:
+def parse_json(text: str, what: str, kind: type[QuantkitError], hint: str = "") -> Any:
     """The value of a JSON text, as read_json reads it."""
-    with refusing(f"{what} cannot be read", kind):
+    with refusing(f"{what} cannot be read", kind, hint):
         value = json.loads(text, object_pairs_hook=_mapping, parse_int=_integer)
         _check_depth(value, MAX_DEPTH)
         return value

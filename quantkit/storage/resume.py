@@ -159,7 +159,9 @@ def _finished_pieces(folder: Path, identity: Mapping[str, Any]) -> int:
             f"an earlier run left {work.finished} finished pieces of work with another {what} in {folder}; "
             f"{_AGAIN}, or choose another output"
         )
-    Verification(work.files(), OutputError).finish()
+    files = work.files()
+    if Verification(files, OutputError).finish() != sum(len(file.tensors) for file in files):
+        raise OutputError(f"unfinished work in {folder}: its pieces hold no digests; {_AGAIN}")
     return work.finished
 
 

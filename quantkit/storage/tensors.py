@@ -1,28 +1,33 @@
-"""safetensors files whose headers hold a sha256 of every tensor, and what checks them.
+"""safetensors files whose headers hold a digest of every tensor, and what checks them.
 
-A header's metadata maps ``quantkit.sha256.NAME`` to the digest of the tensor NAME: sha256 over its dtype and shape,
-written ``F16 [64, 128]`` with a line end, and its bytes as they lie in the file. ``quantkit.sha256.__metadata__`` is
-the digest of the rest of the metadata. Files without digests are read all the same; they are unverified.
+A header's metadata maps ``quantkit.xxh3.NAME`` to the digest of the tensor NAME: XXH3 of 128 bits over its dtype and
+shape, written ``F16 [64, 128]`` with a line end, and its bytes as they lie in the file. ``quantkit.xxh3.__metadata__``
+is the digest of the rest of the metadata. Files without digests are read all the same; they are unverified.
+
+Digests tell damage, not malice: who can alter a tensor can alter its digest. So XXH3 serves, whose cost is
+small beside that of a load (docs/reliability.md); sha256 takes many times as long.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.errors import QuantkitError, refusing
 
-DIGEST_PREFIX = "quantkit.sha256."
+DIGEST_PREFIX = "quantkit.xxh3."
+DIGEST_LETTERS = 32
 _METADATA = "__metadata__"  # the one name that the format gives to no tensor
 VERIFY_VARIABLE = "QUANTKIT_VERIFY"
 # of torch.uint8 and so on, by the names of the safetensors format, with bytes per value
@@ -43,6 +48,7 @@ DTYPES: dict[torch.dtype, str] = {
 _ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 FLOATS = frozenset(name for dtype, name in DTYPES.items() if dtype.is_floating_point)
 _READ_BYTES = 1 << 20  # between two updates of a digest: it lies in the processor's cache when it is hashed
+_RUN_BYTES = 1 << 25  # of one task: opening and starting cost little beside it
 _MOST_THREADS = 16
 _ALIGNMENT = 8
 
@@ -74,7 +80,7 @@ class TensorFile:
 
     @property
     def digests(self) -> dict[str, str]:
-        """The sha256 that the header states, by tensor and of the metadata; empty for a file written without."""
+        """The digests that the header states, by tensor and of the metadata; empty for a file written without."""
         named = (item for item in self.metadata.items() if item[0].startswith(DIGEST_PREFIX))
         return {name.removeprefix(DIGEST_PREFIX): digest for name, digest in named}
 
@@ -102,11 +108,13 @@ def copy_tensors(
     """
     ordered = in_file_order(tensors)
     digests = {name: sources[name].digests[name] for name in ordered}
+    room = memoryview(bytearray(_READ_BYTES))
     with path.open("xb") as file:
         file.write(file_header(ordered, metadata, digests))
         for name in ordered:
-            for part in _stored_bytes(sources[name], name):
-                file.write(part)
+            with sources[name].path.open("rb", buffering=0) as source:
+                for part in _stored_bytes(source, sources[name].tensors[name], room):
+                    file.write(part)
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -166,23 +174,21 @@ def verifies() -> bool:
 class Verification:
     """The comparison of every tensor of some files with its digest, in threads that begin at once.
 
-    hashlib lets go of the interpreter while it hashes: what is loaded meanwhile hides much of the time.
+    Reading and hashing let go of the interpreter: what is loaded meanwhile hides much of the time.
     """
 
     def __init__(self, files: Iterable[TensorFile], kind: type[QuantkitError]):
-        """Begin; the largest tensors first.
-
-        Raises ``kind`` where some tensors, or some files, have digests and others have none.
-        """
+        """Begin. Raises ``kind`` where some tensors, or some files, have digests and others have none."""
         self._kind = kind
         files = tuple(files)
-        work = [(file, name, digest) for file in files for name, digest in _expected(file, kind)]
+        expected = [(file, dict(_expected(file, kind))) for file in files]
+        self._count = sum(len(digests) for _, digests in expected)
         bare = next((file for file in files if file.tensors and not file.digests), None)
-        if work and bare is not None:
+        if self._count and bare is not None:
             raise kind(f"{bare.path}: holds no digests, but the files beside it do; copy the folder again")
-        work.sort(key=lambda item: -item[0].tensors[item[1]].bytes)
+        runs = [(file, run) for file, digests in expected for run in _runs(file, digests)]
         pool = ThreadPoolExecutor(_threads())
-        self._running = [(file, name, pool.submit(_matches, file, name, digest)) for file, name, digest in work]
+        self._running = [(file, pool.submit(_altered, file, run)) for file, run in runs]
         pool.shutdown(wait=False)
 
     def finish(self) -> int:
@@ -190,13 +196,14 @@ class Verification:
 
         Raises ``kind`` naming the first tensor, in alphabetical order, that is not what was written.
         """
-        for file, name, result in sorted(self._running, key=lambda item: (item[1], item[0].path)):
-            what = f"{file.path}: tensor {name}"
-            with refusing(f"{what} cannot be read", self._kind):
-                same = result.result()
-            if not same:
-                raise self._kind(f"{what} is not what was written: its sha256 differs; copy the file again")
-        return len(self._running)
+        altered: list[tuple[str, Path]] = []
+        for file, result in self._running:
+            with refusing(f"{file.path} cannot be read", self._kind):
+                altered += ((name, file.path) for name in result.result())
+        if altered:
+            name, path = min(altered)
+            raise self._kind(f"{path}: tensor {name} is not what was written: its digest differs; copy the file again")
+        return self._count
 
 
 def _expected(file: TensorFile, kind: type[QuantkitError]) -> Iterator[tuple[str, str]]:
@@ -213,35 +220,54 @@ def _expected(file: TensorFile, kind: type[QuantkitError]) -> Iterator[tuple[str
     yield from digests.items()
 
 
-def _matches(file: TensorFile, name: str, expected: str) -> bool:
-    stored = file.tensors[name]
-    digest, count = _started(stored.dtype, stored.shape), 0
-    for part in _stored_bytes(file, name):
-        digest.update(part)
-        count += len(part)
-    return count == stored.bytes and digest.hexdigest() == expected
+def _runs(file: TensorFile, digests: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """The digests of neighbours in the file, as many as make up the work of one thread."""
+    run: dict[str, str] = {}
+    size = 0
+    for name in file.tensors:
+        if name in digests:
+            run[name] = digests[name]
+            size += file.tensors[name].bytes
+        if size >= _RUN_BYTES:
+            yield run
+            run, size = {}, 0
+    if run:
+        yield run
 
 
-def _stored_bytes(file: TensorFile, name: str) -> Iterator[memoryview]:
-    """The bytes of a tensor as they lie in its file, part by part; fewer where the file ends."""
-    stored, room = file.tensors[name], memoryview(bytearray(_READ_BYTES))
-    left = stored.bytes
+def _altered(file: TensorFile, digests: Mapping[str, str]) -> list[str]:
+    """The tensors that are not what their digests say."""
+    altered, room = [], memoryview(bytearray(_READ_BYTES))
     with file.path.open("rb", buffering=0) as stream:
-        stream.seek(stored.start)
-        while left:
-            count = stream.readinto(room[: min(left, _READ_BYTES)])
-            if not count:
-                return
-            yield room[:count]
-            left -= count
+        for name, expected in digests.items():
+            stored = file.tensors[name]
+            digest, count = _started(stored.dtype, stored.shape), 0
+            for part in _stored_bytes(stream, stored, room):
+                digest.update(part)
+                count += len(part)
+            if count != stored.bytes or digest.hexdigest() != expected:
+                altered.append(name)
+    return altered
+
+
+def _stored_bytes(stream: FileIO, stored: StoredTensor, room: memoryview) -> Iterator[memoryview]:
+    """The bytes of a tensor as they lie in its file, part by part; fewer where the file ends. room: for a part."""
+    stream.seek(stored.start)
+    left = stored.bytes
+    while left:
+        count = stream.readinto(room[:left])
+        if not count:
+            return
+        yield room[:count]
+        left -= count
 
 
 def _metadata_digest(metadata: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
+    return xxhash.xxh3_128(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
-def _started(dtype: str, shape: tuple[int, ...]) -> hashlib._Hash:
-    return hashlib.sha256(f"{dtype} {list(shape)}\n".encode())
+def _started(dtype: str, shape: tuple[int, ...]) -> xxhash.xxh3_128:
+    return xxhash.xxh3_128(f"{dtype} {list(shape)}\n".encode())
 
 
 def _raw(tensor: Tensor) -> memoryview:

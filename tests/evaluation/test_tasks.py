@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,17 @@ def test_a_missing_data_file_is_named(data_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"task piqa: `data_dir` .* has no piqa/valid_labelled\.jsonl"):
         check_tasks(TaskOptions(("piqa",), data_dir=tmp_path))
     check_tasks(TaskOptions(("piqa",), data_dir=data_dir))
+
+
+def test_a_task_file_that_cannot_be_read_is_named(data_dir: Path, tmp_path: Path) -> None:
+    options = TaskOptions(("winogrande",), task_path=tmp_path, data_dir=data_dir)
+    (tmp_path / "w.yaml").write_bytes(b"task: \xff\xfe\n")
+    with pytest.raises(EvaluationError, match=r"task file .*w\.yaml cannot be read"):
+        task_specs(options)
+    (tmp_path / "w.yaml").unlink()
+    os.mkfifo(tmp_path / "w.yaml")
+    with pytest.raises(EvaluationError, match=r"w\.yaml cannot be read \(it is no regular file\)"):
+        task_specs(options)
 
 
 def test_data_files_are_absolute_and_other_tasks_keep_their_names(data_dir: Path, tmp_path: Path) -> None:

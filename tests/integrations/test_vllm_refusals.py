@@ -130,7 +130,7 @@ def test_an_altered_file_is_refused_when_the_engine_starts(tiny_model: Callable[
     (bad / "model.safetensors").write_bytes(raw)
     config = config_of(attention((BCQ, BCQ, BCQ)))
     config.maybe_update_config(str(tmp_path / "good"))
-    with pytest.raises(CheckpointError, match="sha256 differs"):
+    with pytest.raises(CheckpointError, match="digest differs"):
         config.maybe_update_config(str(bad))
 
 

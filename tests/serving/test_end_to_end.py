@@ -201,7 +201,7 @@ def test_a_damaged_checkpoint_ends_the_engine_by_its_name(folders: dict[str, Pat
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
     done = engine(tmp_path, tmp_path / "out.json")
     assert done.returncode != 0
-    assert "sha256 differs" in done.stderr.strip().splitlines()[-1]
+    assert "digest differs" in done.stderr.strip().splitlines()[-1]
 
 
 @pytest.fixture(scope="module")

@@ -97,7 +97,7 @@ def test_every_changed_byte_of_a_tensor_is_found(path: Path) -> None:
     ("old", "new", "message"),
     [
         (b'"zeta":"', b'"zetb":"', "metadata in its header"),
-        (b"quantkit.sha256.scalar", b"quantkit.sha256.scalaz", "scalar has no digest"),
+        (b"quantkit.xxh3.scalar", b"quantkit.xxh3.scalaz", "scalar has no digest"),
         (b'"scalar":{"dtype":"F32"', b'"scalar":{"dtype":"I32"', "tensor scalar is not what was written"),
         (b'"torch.int8":', b'"torch.int9":', "torch.int8 has a digest but is missing"),
         (b'"dtype":"U8"', b'"dtype":"F4"', "cannot be read"),

@@ -33,6 +33,8 @@ from quantkit.ops.bcq.gemm import FUSED
 from quantkit.ops.bcq.instances import SOURCES
 from quantkit.ops.bcq.launch import binary_segment, candidates, product
 from quantkit.ops.bcq.layout import BcqTiles
+from quantkit.storage.checks import check_document, map_of, text
+from quantkit.storage.documents import read_json
 
 TOKEN_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _FEW_TOKENS = 8
@@ -45,6 +47,8 @@ _CLEARLY = 0.95  # of the usual kernel's time, from where on another is taken: m
 _DIGEST = 8
 _TABLE = Path("kernels") / "bcq_autotune.json"
 _SHIPPED = Path("bcq") / "measured.json"
+
+_AGAIN = "delete it to measure again"
 
 Measurements = dict[str, dict[str, dict[str, str]]]
 
@@ -84,17 +88,16 @@ def _known(device: torch.device, name: str) -> dict[str, str] | None:
 @cache
 def _table() -> Measurements:
     path = cache_folder() / _TABLE
-    try:
-        table: Measurements = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise KernelError(f"kernel table {path}: cannot be read ({error}); delete it to measure again") from error
+    what = f"kernel table {path}"
+    table: Measurements = read_json(path, what, KernelError, _AGAIN)
+    check_document(table, map_of(map_of(map_of(text))), what, KernelError, _AGAIN)
     for gpu, classes in table.items():
         for name, kernels in classes.items():
             for kernel in kernels.values():
                 if kernel not in SOURCES:
-                    raise KernelError(f"kernel table {path}: unknown kernel {kernel!r} for {gpu}, {name}")
+                    raise KernelError(f"{what}: unknown kernel {kernel!r} for {gpu}, {name}")
     return table
 
 
@@ -135,10 +138,9 @@ def choose(x: Tensor, weight_bits: int, out_features: int, group_size: int, scal
     )
     if tokens > TOKEN_CLASSES[-1] or usable == (Kernel.BCQ_DEQUANTIZE,):
         return Kernel.BCQ_DEQUANTIZE
-    kernels = _known(x.device, shape_class(weight_bits, out_features, in_features, group_size, scale_bits))
-    if kernels is None:
-        return _unmeasured(x, group_size, usable)
-    return kernels[str(next(count for count in TOKEN_CLASSES if count >= tokens))]
+    kernels = _known(x.device, shape_class(weight_bits, out_features, in_features, group_size, scale_bits)) or {}
+    kernel = kernels.get(str(next(count for count in TOKEN_CLASSES if count >= tokens)))
+    return _unmeasured(x, group_size, usable) if kernel is None else kernel
 
 
 def ensure_measured(weight: BcqTiles) -> None:

@@ -155,7 +155,16 @@ def test_what_other_kernels_took_does_not_count(table: Path, monkeypatch: pytest
     assert choose(x(1), 4, 4096, 128) == BINARY
 
 
-@pytest.mark.parametrize("content", ["{", '{"Some GPU": {"q": {"1": "nonsense"}}}'], ids=["json", "kernel"])
+def test_a_number_of_tokens_that_the_table_lacks_follows_the_gpu_generation(table: Path) -> None:
+    table.write_text(json.dumps({gpu_key(CPU): {"q4-s128-n12-k12": {"1": LUT}}}))
+    assert [choose(x(count), 4, 4096, 128) for count in (1, 9)] == [LUT, GEMM]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "[" * 5000, '{"Some GPU": {"q": []}}', '{"Some GPU": {"q": {"1": "nonsense"}}}'],
+    ids=["json", "list", "deep", "classes", "kernel"],
+)
 def test_damaged_tables_are_one_line(table: Path, content: str) -> None:
     table.write_text(content)
     with pytest.raises(KernelError, match=r"bcq_autotune\.json"):
