@@ -15,10 +15,12 @@ from torch import Tensor, nn
 import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
 from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, bits_per_weight, config_to_json
+from quantkit.checkpoint.names import stored_names, with_stored_names
 from quantkit.checkpoint.write import folder_bytes, foreign, save_checkpoint, save_surroundings
 from quantkit.errors import CalibrationError, ModelError, OutputError, StatsError, refusing
 from quantkit.integrations.transformers import attach_config, check_readable
 from quantkit.methods import METHODS, LayerPlan, check_recipe, plan_layers
+from quantkit.models.experts import expert_linears, separate_experts
 from quantkit.models.families import block_linears, decoder_blocks, linear_bias, linear_weight
 from quantkit.models.loading import is_quantized, load_model, stored_dtype
 from quantkit.models.streaming import BlockInputs, Features, advance, block_hessians, capture_inputs
@@ -59,6 +61,7 @@ def quantize_model(
             raise ModelError(f"model {model} is quantized already; give the floating-point original")
         artifact = load_calibration(calibration) if calibration else None
         loaded, tokenizer = load_model(model, dtype=torch.float32, device=device)
+        separate_experts(loaded)
         plans = plan_layers(recipe, list(block_linears(loaded)))
         _check_calibration(plans, artifact, loaded, recipe)
         _check_attention(recipe, artifact, loaded)
@@ -70,7 +73,9 @@ def quantize_model(
         config, report = _quantize(loaded, plans, recipe, artifact)
         seconds = time.perf_counter() - started
         loaded.to("cpu", stored_dtype(model))
-        attach_config(loaded, config_to_json(config))
+        names = stored_names(loaded, [*config.layers, *config.ignore])
+        report["layers"] = {names[name]: measured for name, measured in report["layers"].items()}
+        attach_config(loaded, config_to_json(with_stored_names(config, names)))
         recipe_document = {"name": recipe.name, **recipe.to_json()}
         document = {"quantkit": quantkit.__version__, "model": model, "recipe": recipe_document, **report}
         with refusing(f"output {out} cannot be written", OutputError):
@@ -181,7 +186,7 @@ def _quantize_layers(
     streamed = any(METHODS[plan.method].needs_hessian(plan.settings) for plan in plans.values())
     inputs = capture_inputs(model, artifact.windows) if streamed and artifact is not None else None
     report: dict[str, dict[str, Any]] = {}
-    blocks = decoder_blocks(model)
+    blocks, experts = decoder_blocks(model), expert_linears(model)
     bar = iter(track(plans, "quantizing", total=len(plans)))
     for index, (prefix, block) in enumerate(blocks):
         own = {name: plan for name, plan in plans.items() if name.startswith(f"{prefix}.")}
@@ -191,6 +196,8 @@ def _quantize_layers(
         for name, plan in own.items():
             next(bar)
             report[name] = _quantize_layer(model, plan, layers.pop(name))
+            if name in experts and artifact is not None:
+                report[name]["tokens"] = artifact.layers[name].tokens
         if inputs is not None:
             inputs = advance(block, inputs, index)
     next(bar, None)
@@ -199,7 +206,7 @@ def _quantize_layers(
 
 def _layer_input(model: nn.Module, name: str, artifact: Calibration | None, folded: Tensor | None) -> LayerInput:
     weight = linear_weight(_module(model, name)).detach().float().contiguous()
-    stats = artifact.layers[name] if artifact is not None else None
+    stats = artifact.stats_of(name) if artifact is not None else None
     return LayerInput(name, weight, stats, folded_scale=folded)
 
 
@@ -222,7 +229,7 @@ def _with_hessians(
                 features[name] = method.hessian_features(layers[name], plan.settings)
     if not wanted:
         return {}
-    hessians = block_hessians(block, inputs, index, wanted, features)
+    hessians = block_hessians(block, inputs, index, wanted, features, expert_linears(model))
     return {name: replace(layers[name], hessian=hessian) for name, hessian in hessians.items()}
 
 

@@ -18,6 +18,7 @@ from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeErr
 from quantkit.evaluation.divergence import window_scores
 from quantkit.jobs.quantize import quantize_model
 from quantkit.methods import check_recipe, plan_layers
+from quantkit.models.experts import separate_experts
 from quantkit.models.families import block_linears
 from quantkit.models.loading import is_quantized, load_model, stored_dtype
 from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_settings
@@ -142,6 +143,7 @@ def _open_source(model: str, calibration: Path, options: Sequence[Option], setti
         raise ModelError(f"model {model} is quantized already; give the floating-point original")
     artifact = load_calibration(calibration)
     loaded, _ = load_model(model, dtype=torch.float32, device=settings.device)
+    separate_experts(loaded)
     check_model(artifact, loaded)
     layers = _planned_layers(loaded, artifact, options, settings.base)
     method = LayerMethod(settings.base.method, settings.base.settings)

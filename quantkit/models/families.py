@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from quantkit.errors import ModelError
+from quantkit.models.experts import is_fused, routers
 from quantkit.models.family import Attention, Chain, Family, Feed, NormKind, ResidualBlock, Sizes
-from quantkit.models.structure import LINEAR_TYPES, block_stacks, refuse_experts, submodule
+from quantkit.models.structure import block_stacks, is_linear, submodule
 
 
 def _every_head_has_its_key(config: Any) -> bool:
@@ -271,16 +272,18 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def block_linears(model: nn.Module) -> dict[str, nn.Module]:
     """Every Linear and Conv1D inside the decoder blocks by full module name, block after block.
 
-    Within a block the order is that of the module's definition.
-    Raises ModelError for blocks that hold fused experts (3-D weights): they would be skipped silently.
+    Within a block the order is that of the module's definition. Routers, and subclasses of Linear that compute
+    something else, are none of them: they stay in floating point.
+    Raises ModelError for fused experts, which separate_experts takes apart: they would be skipped silently.
     """
     linears: dict[str, nn.Module] = {}
+    left = routers(model)
     for prefix, block in decoder_blocks(model):
         for name, module in block.named_modules(prefix=prefix):
-            if isinstance(module, LINEAR_TYPES):
+            if is_linear(module) and name not in left:
                 linears[name] = module
-            elif not hasattr(module, "in_features"):
-                refuse_experts(name, module)
+            elif is_fused(module):
+                raise ModelError(f"{name}: its experts are fused in 3-D weights; separate them first")
     return linears
 
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quantkit.errors import ModelError
-
 LINEAR_TYPES = (nn.Linear, Conv1D)
+_LINEAR_FORWARDS = tuple(kind.forward for kind in LINEAR_TYPES)
 
 
 def submodule(model: nn.Module, path: str) -> nn.Module | None:
@@ -31,11 +30,6 @@ def block_stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
             yield name, module
 
 
-def refuse_experts(name: str, module: nn.Module) -> None:
-    """Raise ModelError for a module with parameters of three or more dimensions of its own."""
-    for parameter_name, parameter in module.named_parameters(recurse=False):
-        if parameter.ndim >= 3:
-            raise ModelError(
-                f"{name}.{parameter_name}: {parameter.ndim}-D weight {tuple(parameter.shape)} (fused experts or a "
-                "convolution) is not supported; only models whose blocks are built of Linears can be quantized"
-            )
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module computes x W^T + bias: a subclass may be called a Linear and compute something else."""
+    return isinstance(module, LINEAR_TYPES) and type(module).forward in _LINEAR_FORWARDS
