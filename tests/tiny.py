@@ -10,11 +10,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DeepseekV3Config,
     GPT2Config,
+    GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
     OPTConfig,
+    PhimoeConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
 )
 
 VOCABULARY = 320
@@ -66,6 +74,48 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }
 
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+_TWO_OF_FOUR = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_TWO_OF_FOUR_QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+EXPERTS: dict[str, PretrainedConfig] = {
+    "mixtral": MixtralConfig(**_SMALL, **_TWO_OF_FOUR),
+    "qwen2_moe": Qwen2MoeConfig(
+        **_SMALL, **_TWO_OF_FOUR_QWEN, shared_expert_intermediate_size=64, decoder_sparse_step=1
+    ),
+    "qwen3_moe": Qwen3MoeConfig(**_SMALL, **_TWO_OF_FOUR_QWEN, head_dim=16),
+    "olmoe": OlmoeConfig(**_SMALL, num_experts=4, num_experts_per_tok=2),
+    "phimoe": PhimoeConfig(**_SMALL, **_TWO_OF_FOUR),
+    "deepseek_v3": DeepseekV3Config(
+        **{**_SMALL, "num_key_value_heads": 4},
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+    ),
+    "gpt_oss": GptOssConfig(**_SMALL, **_TWO_OF_FOUR, head_dim=16),
+    "llama4": Llama4TextConfig(
+        **_SMALL, head_dim=16, intermediate_size_mlp=96, num_local_experts=4, num_experts_per_tok=1
+    ),
+}
+
 
 def sample_text(words: int = 6000, seed: int = 0) -> str:
     """Seeded English-looking text, a sentence a line."""
@@ -77,7 +127,7 @@ def sample_text(words: int = 6000, seed: int = 0) -> str:
 def save_tiny_model(family: str, folder: Path, seed: int = 0) -> Path:
     """Write a random model of the family and a byte-level tokenizer trained on sample_text to ``folder``."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config((CONFIGS | EXPERTS)[family], dtype=torch.float32)
     model.save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -14,6 +14,7 @@ import torch
 
 import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
+from quantkit.checkpoint.names import stored_names
 from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeError, refusing
 from quantkit.evaluation.divergence import window_scores
 from quantkit.jobs.quantize import quantize_model
@@ -205,11 +206,12 @@ class _Source:
 
 def _file_sizes(loaded: torch.nn.Module, table: ErrorTable, model: str, budget: Budget) -> _Files:
     digits = offset_digits(loaded, budget.limit if budget.kind == "bytes" else math.inf)
+    names = stored_names(loaded, table.shapes)
     sizes = {
-        (name, option): float(quantized_bytes(name, entry.spec, table.shapes[name], digits))
+        (name, option): float(quantized_bytes(names[name], entry.spec, table.shapes[name], digits))
         for (name, option), entry in table.entries.items()
     }
-    return _Files(sizes, fixed_bytes(loaded, table.shapes, stored_dtype(model), digits))
+    return _Files(sizes, fixed_bytes(loaded, names.values(), stored_dtype(model), digits))
 
 
 def _solve(problem: Problem, budget: Budget, files: _Files, source: _Source) -> tuple[Plan, float | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -95,9 +95,10 @@ class BatchedExperts(SeparateExperts):
 
 
 def separate_experts(model: nn.Module) -> None:
-    """Replace all fused experts of a model by separate ones, in place; where they can, their Linears are views of the fused weights.
+    """Replace all fused experts of a model by separate ones, in place.
 
-    Does nothing to a model without fused experts, or whose experts transformers does not describe.
+    The new weights are views of the fused ones, or copies of transposed ones. Does nothing to a model without fused
+    experts, or whose experts transformers does not describe.
     """
     fused = [(name, module) for name, module in model.named_modules() if is_fused(module)]
     names = hub_names(model) if fused else {}
@@ -108,16 +109,16 @@ def separate_experts(model: nn.Module) -> None:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether the module holds the weights of several experts in 3-D parameters that separate_experts can take apart."""
+    """Whether the module holds the weights of several experts in 3-D parameters that can be taken apart."""
     known = {suffixed for name in _WEIGHTS for suffixed in (name, f"{name}_bias")}
-    own = {name for name, _ in module.named_parameters(recurse=False)}
+    own = dict(module.named_parameters(recurse=False))
     described = all(hasattr(module, fact) for fact in _ROUTED) or type(module).__name__ in _BATCHED
-    return described and "down_proj" in own and own <= known and module.down_proj.ndim == 3
+    return described and "down_proj" in own and own.keys() <= known and own["down_proj"].ndim == 3
 
 
 def expert_linears(model: nn.Module) -> dict[str, str]:
     """Name of every Linear of a separate expert -> name of the module that holds the block's experts."""
-    found = {}
+    found: dict[str, str] = {}
     for name, experts in model.named_modules():
         if isinstance(experts, SeparateExperts):
             for index in range(experts.num_experts):
@@ -127,7 +128,7 @@ def expert_linears(model: nn.Module) -> dict[str, str]:
 
 def routers(model: nn.Module) -> set[str]:
     """Names of the Linears that choose or weigh experts: beside the experts, no wider than their number."""
-    found = set()
+    found: set[str] = set()
     for name, experts in model.named_modules():
         if isinstance(experts, SeparateExperts):
             beside = name.rpartition(".")[0]
@@ -142,7 +143,7 @@ def hub_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Fused weight -> what the hub calls its parts, from the conversions that merge them: gate_up_proj -> w1, w3."""
     found: dict[str, tuple[str, ...]] = {}
     for conversion in get_model_conversion_mapping(model, add_legacy=False):  # type: ignore[arg-type]
-        if merges_experts(conversion) and len(conversion._original_target_patterns) == 1:
+        if merges_experts(conversion):
             parts = [_HUB_NAME.search(source) for source in conversion._original_source_patterns]
             plain = all(type(operation) in (MergeModulelist, Concatenate) for operation in conversion.operations)
             target = conversion._original_target_patterns[0].rpartition(".")[2]
@@ -151,7 +152,7 @@ def hub_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def merges_experts(conversion: Any) -> bool:
+def merges_experts(conversion: Any) -> TypeGuard[WeightConverter]:
     """Whether a weight conversion of transformers fuses the weights of single experts."""
     if not isinstance(conversion, WeightConverter):
         return False
@@ -168,17 +169,22 @@ def _names(fused: nn.Module, hub: dict[str, tuple[str, ...]]) -> ExpertNames:
     return ExpertNames(first, hub.get("down_proj", ("down_proj",))[0])
 
 
-def _between(fused: nn.Module) -> Callable[[Tensor], Tensor]:
+def _between(fused: Any) -> Callable[[Tensor], Tensor]:
     """What an expert computes between its products."""
-    if getattr(fused, "has_gate", True):
-        return fused._apply_gate if hasattr(fused, "_apply_gate") else _gate_and_up(fused.act_fn)
-    return fused.act_fn
+    between: Callable[[Tensor], Tensor] = fused.act_fn if not getattr(fused, "has_gate", True) else _gate(fused)
+    return between
 
 
-def _gate_and_up(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _gate(fused: Any) -> Callable[[Tensor], Tensor]:
+    if hasattr(fused, "_apply_gate"):
+        gated: Callable[[Tensor], Tensor] = fused._apply_gate
+        return gated
+    activation = fused.act_fn
+
     def between(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return up * activation(gate)
+        product: Tensor = up * activation(gate)
+        return product
 
     return between
 

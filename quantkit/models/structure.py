@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeGuard
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -30,6 +31,6 @@ def block_stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
             yield name, module
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether the module computes x W^T + bias: a subclass may be called a Linear and compute something else."""
     return isinstance(module, LINEAR_TYPES) and type(module).forward in _LINEAR_FORWARDS
