@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings, revert_weight_conversion
 
 from quantkit.checkpoint.config import CheckpointConfig
 
@@ -18,6 +16,9 @@ _FIELD = ".weight"  # renamings are said of weights
 
 def stored_names(model: Any, names: Iterable[str]) -> dict[str, str]:
     """Module name -> its name in the files that save_checkpoint writes."""
+    # Here and below: transformers imports this module while it is only half imported itself.
+    from transformers.core_model_loading import revert_weight_conversion
+
     markers: dict[str, Tensor] = {f"{name}{_FIELD}": torch.empty(0) for name in names}
     owners = {id(marker): name.removesuffix(_FIELD) for name, marker in markers.items()}
     reverted: Mapping[str, Tensor] = revert_weight_conversion(model, markers)
@@ -26,6 +27,9 @@ def stored_names(model: Any, names: Iterable[str]) -> dict[str, str]:
 
 def module_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
     """Inverse of stored_names, for a model that is about to be loaded; a base model lacks the head model's prefix."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, apply_renamings
+
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     prefix = getattr(model, "base_model_prefix", "")
     names = {name: apply_renamings(f"{name}{_FIELD}", renamings).removesuffix(_FIELD) for name in stored}

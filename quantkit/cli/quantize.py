@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -28,11 +29,15 @@ def quantize(
     from quantkit.jobs.quantize import quantize_model
 
     result = quantize_model(model, loaded_recipe, out, calibration=calibration, device=device, overwrite=overwrite)
+    tokens = [measured["tokens"] for measured in result.report.values() if "tokens" in measured]
+    left = [f"{row.name} {row.share:.1%} ({row.reason})" for row in result.unquantized]
     print_facts(
         {
             "checkpoint": str(result.folder),
             "recipe": loaded_recipe.name,
             "layers quantized": str(result.layers),
+            **({"floating point": ", ".join(left)} if left else {}),
+            **({"tokens per expert": f"{min(tokens)} to {max(tokens)}"} if tokens else {}),
             "bits per weight": f"{result.bits_per_weight:.3f} (codes, scales and offsets of the quantized layers)",
             "size": f"{result.bytes / 1e6:.1f} MB (all weights)",
             "quantizing took": f"{result.seconds:.1f} s",
@@ -47,6 +52,7 @@ def quantize(
             "bits_per_weight": result.bits_per_weight,
             "bytes": result.bytes,
             "seconds": result.seconds,
+            "unquantized": [asdict(row) for row in result.unquantized],
             "per_layer": dict(result.report),
         },
     )

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 # The package's own names are not bound yet while quantkit's import hook runs inside it: import from the modules.
 from transformers.quantizers.auto import (
@@ -32,7 +31,7 @@ from quantkit.cpu import check_half_precision
 from quantkit.errors import CheckpointError, refusing
 from quantkit.models.experts import SeparateExperts, is_fused, merges_experts, separate_experts
 from quantkit.models.families import linear_shape
-from quantkit.models.loading import stored_dtype
+from quantkit.models.loading import auto_class, stored_dtype
 from quantkit.models.structure import is_linear
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.runtime.batch_chunks import chunk_batches
@@ -171,7 +170,7 @@ def _load(folder: str, **options: Any) -> Any:
     read_document(Path(folder))
     read_headers(weight_files(Path(folder)))
     with refusing(f"checkpoint {folder} cannot be loaded", CheckpointError):
-        answer: Any = AutoModelForCausalLM.from_pretrained(
+        answer: Any = auto_class(folder, local_only=True).from_pretrained(
             folder, output_loading_info=True, local_files_only=True, trust_remote_code=False, **options
         )
     model, report = answer

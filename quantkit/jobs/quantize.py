@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from quantkit.models.experts import expert_linears, separate_experts
 from quantkit.models.families import block_linears, decoder_blocks, linear_bias, linear_weight
 from quantkit.models.loading import is_quantized, load_model, stored_dtype
 from quantkit.models.streaming import BlockInputs, Features, advance, block_hessians, capture_inputs
+from quantkit.models.unquantized import Unquantized, check_unquantized_weights, unquantized
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.progress import track
 from quantkit.quantizers.base import LayerInput
@@ -38,7 +39,10 @@ _LARGEST = torch.finfo(torch.float16).max  # scales and offsets are stored in fp
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """What the job did: the folder, its size, bits per weight of the quantized layers, seconds of quantizing."""
+    """What the job did: the folder, its size, bits per weight of the quantized layers, seconds of quantizing.
+
+    report: of every layer, by its name in the files. unquantized: what stays in floating point.
+    """
 
     folder: Path
     layers: int
@@ -46,6 +50,7 @@ class QuantizeResult:
     bytes: int
     seconds: float
     report: Mapping[str, Any]
+    unquantized: tuple[Unquantized, ...]
 
 
 def quantize_model(
@@ -65,12 +70,15 @@ def quantize_model(
         plans = plan_layers(recipe, list(block_linears(loaded)))
         _check_calibration(plans, artifact, loaded, recipe)
         _check_attention(recipe, artifact, loaded)
+        left = unquantized(loaded, plans, recipe.keeps)
+        check_unquantized_weights(left, recipe.name)
         _check_weights(loaded)
         _check_space(loaded, plans, stored_dtype(model), output.work)
         with refusing(f"output {out} cannot be written", OutputError):
             save_surroundings(loaded, tokenizer, output.work)
         started = time.perf_counter()
         config, report = _quantize(loaded, plans, recipe, artifact)
+        report["unquantized"] = [asdict(row) for row in left]
         seconds = time.perf_counter() - started
         loaded.to("cpu", stored_dtype(model))
         names = stored_names(loaded, [*config.layers, *config.ignore])
@@ -82,7 +90,8 @@ def quantize_model(
             save_checkpoint(loaded, document, output.work)
         check_readable(output.work)
         output.publish()
-    return QuantizeResult(out, len(plans), bits_per_weight(config), folder_bytes(out), seconds, report["layers"])
+    size, bits = folder_bytes(out), bits_per_weight(config)
+    return QuantizeResult(out, len(plans), bits, size, seconds, report["layers"], tuple(left))
 
 
 def _quantize(

@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+if TYPE_CHECKING:
+    from transformers.core_model_loading import WeightConverter
 
 _ROUTED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # what transformers' decorator sets on experts
 _BATCHED = ("Llama4TextExperts",)
@@ -141,6 +142,10 @@ def routers(model: nn.Module) -> set[str]:
 
 def hub_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Fused weight -> what the hub calls its parts, from the conversions that merge them: gate_up_proj -> w1, w3."""
+    # Here and below: transformers imports this module while it is only half imported itself.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
     found: dict[str, tuple[str, ...]] = {}
     for conversion in get_model_conversion_mapping(model, add_legacy=False):  # type: ignore[arg-type]
         if merges_experts(conversion):
@@ -154,6 +159,8 @@ def hub_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def merges_experts(conversion: Any) -> TypeGuard[WeightConverter]:
     """Whether a weight conversion of transformers fuses the weights of single experts."""
+    from transformers.core_model_loading import MergeModulelist, WeightConverter
+
     if not isinstance(conversion, WeightConverter):
         return False
     return any(isinstance(operation, MergeModulelist) for operation in conversion.operations)

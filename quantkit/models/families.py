@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from quantkit.errors import ModelError
 from quantkit.models.experts import is_fused, routers
 from quantkit.models.family import Attention, Chain, Family, Feed, NormKind, ResidualBlock, Sizes
-from quantkit.models.structure import block_stacks, is_linear, submodule
+from quantkit.models.structure import LEFT_ALONE, block_stacks, is_linear, submodule
 
 
 def _every_head_has_its_key(config: Any) -> bool:
@@ -240,14 +240,15 @@ def family_named(name: str) -> Family:
 def family_of(model: nn.Module) -> Family:
     """The row of FAMILIES for this model, or one found by structure (without feeds).
 
-    Structure: the longest ModuleList of same-class blocks that hold Linears.
+    Structure: the longest ModuleList of like blocks that hold Linears, in the language model where there are others.
     Raises ModelError listing what is supported where there is none.
     """
     known = known_family(model)
     if known is not None and submodule(model, known.blocks) is not None:
         return known
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    found = [(len(stack), name) for name, stack in block_stacks(model)]
+    path, language = language_model(model)
+    found = [(len(stack), f"{path}.{name}" if path else name) for name, stack in block_stacks(language)]
     if not found:
         types = ", ".join(name for family in FAMILIES for name in family.model_types)
         raise ModelError(
@@ -256,6 +257,13 @@ def family_of(model: nn.Module) -> Family:
         )
     # max() keeps the first of equally long stacks: the outermost, as named_modules() walks from the root.
     return Family(name=str(model_type), model_types=(), blocks=max(found, key=lambda item: item[0])[1])
+
+
+def language_model(model: nn.Module) -> tuple[str, nn.Module]:
+    """(name, module) of what decodes text in a model that may see and hear as well; the whole of other models."""
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    name = next((name for name, module in model.named_modules() if module is decoder), None)
+    return ("", model) if name is None else (name, decoder)
 
 
 def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -272,15 +280,15 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def block_linears(model: nn.Module) -> dict[str, nn.Module]:
     """Every Linear and Conv1D inside the decoder blocks by full module name, block after block.
 
-    Within a block the order is that of the module's definition. Routers, and subclasses of Linear that compute
-    something else, are none of them: they stay in floating point.
+    Within a block the order is that of the module's definition. Routers, those of LEFT_ALONE and subclasses of Linear
+    that compute something else are none of them: they stay in floating point.
     Raises ModelError for fused experts, which separate_experts takes apart: they would be skipped silently.
     """
     linears: dict[str, nn.Module] = {}
     left = routers(model)
     for prefix, block in decoder_blocks(model):
         for name, module in block.named_modules(prefix=prefix):
-            if is_linear(module) and name not in left:
+            if is_linear(module) and name not in left and name.rpartition(".")[2] not in LEFT_ALONE:
                 linears[name] = module
             elif is_fused(module):
                 raise ModelError(f"{name}: its experts are fused in 3-D weights; separate them first")

@@ -97,7 +97,7 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
     """
     source = resolve_model(model)
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from quantkit.cuda.device import usable_device
 
@@ -110,7 +110,7 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
     if device.type == "cpu" and wanted in (torch.bfloat16, torch.float16):
         check_half_precision()
     with _one_line(f"model {model}"):
-        answer: Any = AutoModelForCausalLM.from_pretrained(
+        answer: Any = auto_class(source.location, local_only=local_only).from_pretrained(
             source.location,
             dtype=wanted,
             local_files_only=local_only,
@@ -121,6 +121,20 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
     loaded, report = answer
     _check_complete(model, report, strangers=not is_quantized(loaded))
     return loaded.eval().to(device), tokenizer
+
+
+def auto_class(location: str, *, local_only: bool) -> Any:
+    """The class of transformers that loads the model of a folder or hub id.
+
+    AutoModelForCausalLM; or AutoModelForImageTextToText for models with a vision tower that the former does not know.
+    Raises what transformers raises for a config that cannot be read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(location, local_files_only=local_only, trust_remote_code=False)
+    seeing = type(config) in AutoModelForImageTextToText._model_mapping
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForImageTextToText if seeing and not known else AutoModelForCausalLM
 
 
 def _silence_loading_bars() -> None:

@@ -58,6 +58,12 @@ def capture_inputs(model: nn.Module, windows: Tensor) -> BlockInputs:
 
     def catch(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         hidden.append(_hidden(arguments, keywords).cpu())
+        if hidden[-1].ndim != 3:
+            shape = list(hidden[-1].shape)
+            raise ModelError(
+                f"{type(model).__name__}: its blocks take hidden states of shape {shape}, not one of each token; they "
+                "cannot run one by one, as methods with compensation need"
+            )
         raise _Captured
 
     handle = blocks[0].register_forward_pre_hook(catch, with_kwargs=True)

@@ -9,6 +9,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 LINEAR_TYPES = (nn.Linear, Conv1D)
+# Mamba's code multiplies by the weight of dt_proj itself; Gemma-3n's AltUp mixes four copies of a token by the others.
+LEFT_ALONE = ("dt_proj", "modality_router", "prediction_coefs", "correction_coefs")
 _LINEAR_FORWARDS = tuple(kind.forward for kind in LINEAR_TYPES)
 
 
@@ -21,14 +23,25 @@ def submodule(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def block_stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """(name, list) of ModuleLists whose elements are of one class, composite, and hold Linears."""
+    """(name, list) of ModuleLists whose elements are alike, composite, and hold Linears.
+
+    Elements are alike where they are of one class, or all blocks to transformers: those of hybrids take turns.
+    """
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len({type(block) for block in module}) != 1:
+        if not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        alike = len({type(block) for block in module}) == 1
+        if not alike and not all(map(_is_block, module)):
             continue
         if isinstance(module[0], LINEAR_TYPES):
             continue
         if any(isinstance(child, LINEAR_TYPES) for child in module[0].modules()):
             yield name, module
+
+
+def _is_block(module: nn.Module) -> bool:
+    # By name: transformers imports this module while it is only half imported itself.
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from quantkit.models.experts import BatchedExperts, RoutedExperts, expert_linears, hub_names, routers, separate_experts
 from quantkit.models.families import block_linears, decoder_blocks
-from tests.tiny import EXPERTS, VOCABULARY
+from tests.tiny import EXPERTS, VOCABULARY, build_model
 
 LOGIT_ATOL = 1e-4  # fp32 sums over the chosen experts in another order, two blocks deep
 WIDE_LINEARS = 9  # tiny experts have at most eight experts
@@ -19,7 +16,7 @@ WIDE_LINEARS = 9  # tiny experts have at most eight experts
 
 def build(family: str) -> nn.Module:
     """A tiny model whose biases and routers are no zeros."""
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(EXPERTS[family]), dtype=torch.float32).eval()
+    model = build_model(family).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
