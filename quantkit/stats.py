@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ SAMPLE_ROWS = 128
 # the whole range, the same for every layer, so that two histograms of one layer are merged by addition.
 _MANTISSA_BITS_KEPT = 4
 _SHIFT = 23 - _MANTISSA_BITS_KEPT
+# Tokens at which the statistics of an expert count for half.
+HALF_TRUST_TOKENS = 128
 HISTOGRAM_BINS = 1 << (8 + _MANTISSA_BITS_KEPT)
 
 
@@ -25,7 +27,7 @@ class LayerStats:
     mean_square: [K] fp32, E[x^2] per input channel.
     histogram: [HISTOGRAM_BINS] int64, counts of |x| over the bins of ``histogram_edges``, all channels together.
     sample: [R, K] fp32, rows of x drawn without replacement, R <= SAMPLE_ROWS; the same tokens in every layer.
-    tokens: number of rows seen.
+    tokens: number of rows seen; of an expert, those that were routed to it.
     """
 
     absmax: Tensor
@@ -34,6 +36,16 @@ class LayerStats:
     histogram: Tensor
     sample: Tensor
     tokens: int
+
+    def tempered(self) -> LayerStats:
+        """The same with every channel's mean square moved towards their mean: as far as so few tokens prove little."""
+        equal = self.mean_square.mean() if self.tokens else torch.ones(())
+        return replace(self, mean_square=torch.lerp(equal, self.mean_square, trust(self.tokens)))
+
+
+def trust(tokens: int) -> float:
+    """n / (n + n0), the weight of what ``tokens`` rows of an expert's input say, beside that of equal channels."""
+    return tokens / (tokens + HALF_TRUST_TOKENS)
 
 
 def magnitude_histogram(x: Tensor) -> Tensor:

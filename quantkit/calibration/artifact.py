@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,9 @@ _MERGE_SEED = 0
 _TEXT = record({"name": text, "sha256": text, "seed": whole(0), "windows": whole(1)}, closed=True)
 _META = {"model": text, "fingerprint": text, "texts": list_of(_TEXT, least=1), "seq_len": whole(1), "quantkit": text}
 _DOCUMENT = record(
-    {"schema": anything, "aliases": map_of(text, least=1), "meta": record(_META, closed=True)}, closed=True
+    {"schema": anything, "aliases": map_of(text, least=1), "meta": record(_META, closed=True)},
+    {"tokens": map_of(whole(0))},
+    closed=True,
 )
 _DAMAGED = "damaged; collect it anew"
 
@@ -60,7 +63,7 @@ class CalibrationMeta:
 
     @property
     def tokens(self) -> int:
-        """Tokens seen by every layer."""
+        """Tokens seen by every layer, other than those of experts."""
         return self.seq_len * sum(text.windows for text in self.texts)
 
     def to_json(self) -> dict[str, Any]:
@@ -72,13 +75,31 @@ class CalibrationMeta:
 class Calibration:
     """Statistics of every Linear in the decoder blocks by module name, and the token windows they were taken on.
 
-    layers: Linears that share an input hold the very same LayerStats; the file stores it once.
+    layers: Linears that share an input hold the very same LayerStats; the file stores it once. Those of experts are of
+        the tokens that were routed to them, which the file states.
     windows: [n, seq_len] int32 token ids, for methods that stream Hessians through the model.
     """
 
     layers: dict[str, LayerStats]
     windows: Tensor
     meta: CalibrationMeta
+
+    def stats_of(self, name: str) -> LayerStats:
+        """What to quantize a Linear by.
+
+        The mean squares of an expert are tempered. One that no token was routed to takes ranges and sample of the
+        other experts of its block: its own channels may then count alike, but its inputs must fit somewhere.
+        """
+        stats = self.layers[name]
+        if stats.tokens == self.meta.tokens:
+            return stats
+        if not stats.tokens:
+            block, _, linear = name.rpartition(".")
+            ours = re.compile(rf"{re.escape(block.rpartition('.')[0])}\.\d+\.{re.escape(linear)}")
+            for other in (own for key, own in self.layers.items() if ours.fullmatch(key) and own.tokens):
+                stats = _merge_stats(stats, other)
+            stats = replace(stats, tokens=0)
+        return stats.tempered()
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
@@ -97,7 +118,10 @@ def write_calibration(calibration: Calibration, path: Path, what: str) -> None:
     tensors = {"windows": calibration.windows.to(torch.int32)}
     for name in owners.values():
         tensors |= {f"{name}:{field}": getattr(calibration.layers[name], field) for field in STATS_FIELDS}
+    routed = {name: calibration.layers[name].tokens for name in owners.values()}
+    routed = {name: tokens for name, tokens in routed.items() if tokens != calibration.meta.tokens}
     document = {"schema": SCHEMA, "aliases": aliases, "meta": asdict(calibration.meta)}
+    document |= {"tokens": routed} if routed else {}
     with refusing(f"{what} cannot be written", OutputError):
         write_tensors(path, tensors, {_DOCUMENT_KEY: json.dumps(document)})
 
@@ -115,13 +139,14 @@ def load_calibration(path: Path) -> Calibration:
     texts = tuple(TextSource(**text) for text in meta["texts"])
     about = CalibrationMeta(meta["model"], meta["fingerprint"], texts, meta["seq_len"], meta["quantkit"])
     aliases: dict[str, str] = document["aliases"]
-    _check_tensors(what, file, aliases, about)
+    tokens = dict.fromkeys(aliases.values(), about.tokens) | document.get("tokens", {})
+    _check_tensors(what, file, tokens, about)
     verification = Verification([file], CalibrationError) if verifies() else None
     with refusing(f"{what} cannot be read", CalibrationError):
         tensors = load_file(path)
     if verification is not None:
         verification.finish()
-    stats = {name: _read_stats(what, name, tensors, about.tokens) for name in dict.fromkeys(aliases.values())}
+    stats = {name: _read_stats(what, name, tensors, tokens[name]) for name in dict.fromkeys(aliases.values())}
     _check_values(what, "windows", tensors["windows"], signed=False)
     return Calibration({name: stats[owner] for name, owner in aliases.items()}, tensors["windows"], about)
 
@@ -182,12 +207,14 @@ def _document(what: str, file: TensorFile) -> dict[str, Any]:
     return dict(document)
 
 
-def _check_tensors(what: str, file: TensorFile, aliases: Mapping[str, str], meta: CalibrationMeta) -> None:
-    """Names, shapes and dtypes of all tensors, from the header."""
-    stored = file.tensors
-    rows, windows = min(SAMPLE_ROWS, meta.tokens), meta.tokens // meta.seq_len
+def _check_tensors(what: str, file: TensorFile, tokens: Mapping[str, int], meta: CalibrationMeta) -> None:
+    """Names, shapes and dtypes of all tensors, from the header; tokens: that each statistics' name says it is of."""
+    stored, windows = file.tensors, meta.tokens // meta.seq_len
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"windows": (torch.int32, (windows, meta.seq_len))}
-    for name in dict.fromkeys(aliases.values()):
+    for name, count in tokens.items():
+        if count > meta.tokens:
+            raise CalibrationError(f"{what}: {_DAMAGED}; {name} is of {count} tokens of {meta.tokens}")
+        rows = min(SAMPLE_ROWS, count)
         shape = stored[f"{name}:absmax"].shape if f"{name}:absmax" in stored else ()
         columns = shape if len(shape) == 1 and shape[0] else (1,)
         expected |= {f"{name}:{field}": (torch.float32, columns) for field in STATS_FIELDS}
@@ -215,6 +242,8 @@ def _read_stats(what: str, name: str, tensors: Mapping[str, Tensor], tokens: int
 
 
 def _check_values(what: str, name: str, values: Tensor, *, signed: bool) -> None:
+    if not values.numel():  # the sample of an expert that no token was routed to
+        return
     low, high = (float(bound) for bound in values.aminmax())
     if not abs(low) < float("inf") or not abs(high) < float("inf") or (low < 0 and not signed):
         raise CalibrationError(f"{what}: {_DAMAGED}; {name} holds values from {low} to {high}")
@@ -224,7 +253,7 @@ def _merge_stats(a: LayerStats, b: LayerStats) -> LayerStats:
     tokens = a.tokens + b.tokens
 
     def mean(x: Tensor, y: Tensor) -> Tensor:
-        return ((x.double() * a.tokens + y.double() * b.tokens) / tokens).float()
+        return ((x.double() * a.tokens + y.double() * b.tokens) / max(tokens, 1)).float()
 
     return LayerStats(
         absmax=torch.maximum(a.absmax, b.absmax),
@@ -239,7 +268,7 @@ def _merge_stats(a: LayerStats, b: LayerStats) -> LayerStats:
 def _merge_samples(a: LayerStats, b: LayerStats) -> Tensor:
     """Rows of both samples in proportion to their tokens; a fixed seed keeps the choice the same in every layer."""
     rows = min(SAMPLE_ROWS, a.tokens + b.tokens)
-    share = round(rows * a.tokens / (a.tokens + b.tokens))
+    share = round(rows * a.tokens / max(a.tokens + b.tokens, 1))
     share = min(max(share, rows - b.sample.shape[0]), a.sample.shape[0])
     generator = torch.Generator().manual_seed(_MERGE_SEED)
     chosen = torch.randperm(a.sample.shape[0], generator=generator)[:share]

@@ -16,14 +16,14 @@ def sample_positions(tokens: int, seed: int) -> Tensor:
 
 
 class Collector:
-    """Accumulates the LayerStats of one input x [tokens, K].
+    """Accumulates the LayerStats of one input x [tokens, K] of a Linear that is run on every token.
 
     Sums run in fp32 within an update and in fp64 across updates. Everything stays on x's device.
     positions: rows of the whole run to sample, rising, as sample_positions gives them.
     """
 
     def __init__(self, name: str, columns: int, positions: Tensor, device: torch.device):
-        self._name, self._positions, self._tokens = name, positions, 0
+        self._name, self._columns, self._positions, self._tokens = name, columns, positions, 0
         self._absmax = torch.zeros(columns, device=device)
         self._sum_abs = torch.zeros(columns, dtype=torch.float64, device=device)
         self._sum_square = torch.zeros(columns, dtype=torch.float64, device=device)
@@ -44,11 +44,14 @@ class Collector:
         self._sum_abs += magnitude.sum(dim=0)
         self._sum_square += x.square().sum(dim=0)
         self._histogram += magnitude_histogram(x)
+        self._keep_rows(x)
+        self._tokens += x.shape[0]
+
+    def _keep_rows(self, x: Tensor) -> None:
         low, high = torch.searchsorted(
             self._positions, torch.tensor([self._tokens, self._tokens + x.shape[0]])
         ).tolist()
         self._sample[low:high] = x[(self._positions[low:high] - self._tokens).to(x.device)]
-        self._tokens += x.shape[0]
 
     def result(self, tokens: int) -> LayerStats:
         """The statistics, on the CPU.
@@ -59,11 +62,38 @@ class Collector:
             raise StatsError(
                 f"{self._name}: saw {self._tokens} of {tokens} tokens; its blocks do not run on every token"
             )
+        return self._result()
+
+    def _result(self) -> LayerStats:
+        count = max(self._tokens, 1)
         return LayerStats(
             absmax=self._absmax.cpu(),
-            mean_abs=(self._sum_abs / tokens).float().cpu(),
-            mean_square=(self._sum_square / tokens).float().cpu(),
+            mean_abs=(self._sum_abs / count).float().cpu(),
+            mean_square=(self._sum_square / count).float().cpu(),
             histogram=self._histogram.cpu(),
             sample=self._sample.cpu(),
-            tokens=tokens,
+            tokens=self._tokens,
         )
+
+
+class RoutedCollector(Collector):
+    """The same for a Linear of an expert, which is run on the tokens routed to it; how many is not known before.
+
+    The sample is drawn by a random key for each row, of which the rows of the smallest stay.
+    seed: of the keys.
+    """
+
+    def __init__(self, name: str, columns: int, seed: int, device: torch.device):
+        super().__init__(name, columns, torch.empty(0, dtype=torch.int64), device)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._keys = torch.empty(0, dtype=torch.float64)
+
+    def _keep_rows(self, x: Tensor) -> None:
+        keys = torch.cat([self._keys, torch.rand(len(x), dtype=torch.float64, generator=self._generator)])
+        chosen = keys.argsort(stable=True)[:SAMPLE_ROWS].sort().values
+        self._keys = keys[chosen]
+        self._sample = torch.cat([self._sample, x])[chosen.to(x.device)]
+
+    def result(self, tokens: int) -> LayerStats:
+        """The statistics of the rows that came, at most ``tokens``, on the CPU; zeros where none did."""
+        return self._result()

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from quantkit import __version__
 from quantkit.calibration.artifact import STATS_FIELDS, Calibration, CalibrationMeta, TextSource
-from quantkit.calibration.collectors import Collector, sample_positions
+from quantkit.calibration.collectors import Collector, RoutedCollector, sample_positions
 from quantkit.data.corpora import Corpus
 from quantkit.data.windows import check_seq_len, check_vocabulary, shuffled_windows, tokenize
 from quantkit.errors import ModelError, StatsError
-from quantkit.models.families import block_linears
+from quantkit.models.experts import expert_linears
+from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.inputs import InputTap
 from quantkit.models.loading import is_quantized, stream_fingerprint
 from quantkit.models.stream import ModelStream
@@ -54,6 +55,7 @@ def calibrate(
 ) -> Calibration:
     """Statistics of every Linear of the decoder blocks over seeded windows of the corpus.
 
+    Experts are calibrated by the tokens routed to them.
     name: what the artifact calls the model. activations: what hidden states are stored in between blocks.
     Raises ModelError (also for a quantized model) and DataError before the pass; StatsError, naming the layer, for
     NaN or Inf in an activation.
@@ -88,10 +90,16 @@ def collect(
     """LayerStats of each Linear over windows [n, seq_len]; Linears fed by one tensor share one object.
 
     seed: of the sample of rows. work: each block is a piece of it.
-    Raises StatsError for NaN, Inf, or a Linear that is not run on every token.
+    Raises StatsError for NaN, Inf, or a Linear that is not run on every token, other than an expert's.
     """
     linears, last = block_linears(stream.model), len(stream.blocks) - 1
-    positions = sample_positions(windows.numel(), seed)
+    positions, experts = sample_positions(windows.numel(), seed), expert_linears(stream.model)
+
+    def new(name: str, columns: int) -> Collector:
+        if name in experts:
+            return RoutedCollector(name, columns, seed, stream.device)
+        return Collector(name, columns, positions, stream.device)
+
     inputs = stored_inputs(stream, windows, work, activations, first=0) if work.finished <= last else None
     for index in track(range(work.finished, last + 1), "calibrate"):
         assert inputs is not None
@@ -99,12 +107,13 @@ def collect(
         own = {name: module for name, module in linears.items() if stream.owner(name) == prefix}
         following = None if index == last else work.state(index + 1, tuple(inputs.hidden.shape), activations)
         with stream.block(index) as block:
-            stats, aliases = _collect_block(block, own, inputs, index, following, positions)
+            stats, aliases = _collect_block(block, own, inputs, index, following, new)
         tensors = {f"{name}:{field}": getattr(one, field) for name, one in stats.items() for field in STATS_FIELDS}
-        work.commit(tensors, {"aliases": aliases}, following)
+        tokens = {name: one.tokens for name, one in stats.items()}
+        work.commit(tensors, {"aliases": aliases, "tokens": tokens}, following)
         if following is not None:
             inputs = inputs.with_hidden(following)
-    return _read_back(work, list(linears), windows.numel())
+    return _read_back(work, list(linears))
 
 
 def _collect_block(
@@ -113,14 +122,17 @@ def _collect_block(
     inputs: BlockInputs,
     index: int,
     following: Tensor | None,
-    positions: Tensor,
+    new: Callable[[str, int], Collector],
 ) -> tuple[dict[str, LayerStats], dict[str, str]]:
-    """(statistics by the first Linear of each input, that Linear for each) of one block; its outputs in following."""
+    """(statistics by the first Linear of each input, that Linear for each) of one block; its outputs in following.
+
+    new: (name, columns) -> a collector for such an input.
+    """
     collectors: dict[str, Collector] = {}
 
     def update(name: str, x: Tensor) -> None:
         if name not in collectors:
-            collectors[name] = Collector(name, x.shape[1], positions, x.device)
+            collectors[name] = new(name, x.shape[1])
         collectors[name].update(x)
 
     with InputTap(linears, update) as tap:
@@ -129,20 +141,23 @@ def _collect_block(
                 pass
         else:
             advance(block, inputs, index, following)
-    silent = [name for name in linears if name not in tap.aliases]
-    if silent:
-        raise StatsError(f"{silent[0]}: the model never runs it, so there is nothing to calibrate on")
+    aliases = dict(tap.aliases)
+    for name, module in linears.items():
+        if name not in aliases:
+            aliases[name], collectors[name] = name, new(name, linear_shape(module)[1])
+            if not isinstance(collectors[name], RoutedCollector):
+                raise StatsError(f"{name}: the model never runs it, so there is nothing to calibrate on")
     tokens = inputs.hidden.shape[0] * inputs.hidden.shape[1]
-    return {name: collector.result(tokens) for name, collector in collectors.items()}, dict(tap.aliases)
+    return {name: collector.result(tokens) for name, collector in collectors.items()}, aliases
 
 
-def _read_back(work: Workspace, names: list[str], tokens: int) -> dict[str, LayerStats]:
+def _read_back(work: Workspace, names: list[str]) -> dict[str, LayerStats]:
     found: dict[str, LayerStats] = {}
     for number in range(work.finished):
-        tensors, aliases = load_file(work.piece(number)), work.document(number)["aliases"]
+        tensors, document = load_file(work.piece(number)), work.document(number)
         stats = {
             name: LayerStats(**{field: tensors[f"{name}:{field}"] for field in STATS_FIELDS}, tokens=tokens)
-            for name in dict.fromkeys(aliases.values())
+            for name, tokens in document["tokens"].items()
         }
-        found |= {name: stats[owner] for name, owner in aliases.items()}
+        found |= {name: stats[owner] for name, owner in document["aliases"].items()}
     return {name: found[name] for name in names}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +25,7 @@ from quantkit.storage.place import check_folder, checked_place
 
 if TYPE_CHECKING:
     from quantkit.jobs.estimate import Estimate
+    from quantkit.models.unquantized import Unquantized
 
 
 def quantize(
@@ -51,14 +54,18 @@ def quantize(
     options = QuantizeOptions(chosen_device(device), activations, overwrite=overwrite, restart=restart)
     if dry_run:
         check_folder(out, checked_place(out, "output"), Path(model))
-        _show_estimate(expect(open_job(model, loaded_recipe, calibration, options), options), json_path)
+        job = open_job(model, loaded_recipe, calibration, options)
+        _show_estimate(expect(job, options), job.unquantized, json_path)
         return
     result = quantize_model(model, loaded_recipe, out, calibration=calibration, options=options)
+    tokens = [measured["tokens"] for measured in result.report.values() if "tokens" in measured]
     print_facts(
         {
             "checkpoint": str(result.folder),
             "recipe": loaded_recipe.name,
             "layers quantized": str(result.layers),
+            **_floating_point(result.unquantized),
+            **({"tokens per expert": f"{min(tokens)} to {max(tokens)}"} if tokens else {}),
             "bits per weight": f"{result.bits_per_weight:.3f} (codes, scales and offsets of the quantized layers)",
             "size": f"{result.bytes / 1e6:.1f} MB (all weights)",
             "quantizing took": f"{result.seconds:.1f} s",
@@ -73,12 +80,18 @@ def quantize(
             "bits_per_weight": result.bits_per_weight,
             "bytes": result.bytes,
             "seconds": result.seconds,
+            "unquantized": [asdict(row) for row in result.unquantized],
             "per_layer": dict(result.report),
         },
     )
 
 
-def _show_estimate(estimate: Estimate, json_path: Path | None) -> None:
+def _floating_point(left: Sequence[Unquantized]) -> dict[str, str]:
+    rows = [f"{row.name} {row.share:.1%} ({row.reason})" for row in left]
+    return {"floating point": ", ".join(rows)} if rows else {}
+
+
+def _show_estimate(estimate: Estimate, left: Sequence[Unquantized], json_path: Path | None) -> None:
     rows = [
         [layer.name, layer.method, f"{layer.shape[0]} x {layer.shape[1]}", _range(layer.bytes, layer.most_bytes)]
         for layer in estimate.layers
@@ -86,12 +99,13 @@ def _show_estimate(estimate: Estimate, json_path: Path | None) -> None:
     print_table("Layers to be quantized", ["layer", "method", "N x K", "bytes"], rows)
     print_facts(
         {
+            **_floating_point(left),
             "weight files": f"{_range(estimate.files, estimate.most_files)} bytes",
             "disk": f"{estimate.disk / 1e9:.3f} GB at the output's place, while the work lasts",
             "memory": f"about {estimate.memory / 1e9:.1f} GB at the peak, on {estimate.device}",
         }
     )
-    write_json(json_path, estimate.to_json())
+    write_json(json_path, {**estimate.to_json(), "unquantized": [asdict(row) for row in left]})
 
 
 def _range(least: int, most: int) -> str:

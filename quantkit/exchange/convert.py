@@ -21,8 +21,8 @@ from quantkit.checkpoint.write import write_report
 from quantkit.errors import CheckpointError, refusing
 from quantkit.exchange.source import COPY, Source, SourceLayer
 from quantkit.formats.base import PackedWeight
-from quantkit.models.families import LINEAR_TYPES, linear_shape
-from quantkit.models.structure import submodule
+from quantkit.models.families import linear_shape
+from quantkit.models.structure import LINEAR_TYPES, submodule
 from quantkit.progress import track
 
 

@@ -16,8 +16,7 @@ from quantkit.errors import CheckpointError, refusing
 from quantkit.exchange.gguf_blocks import BLOCK_TYPES, block_codes, block_grid
 from quantkit.exchange.grid import Grid
 from quantkit.exchange.source import COPY, Get, Layout, Source, SourceLayer
-from quantkit.models.families import LINEAR_TYPES
-from quantkit.models.structure import submodule
+from quantkit.models.structure import LINEAR_TYPES, submodule
 
 SUFFIX = ".gguf"
 _UNUSED = ("rope_freqs.weight",)  # transformers computes them

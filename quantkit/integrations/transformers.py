@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 # The package's own names are not bound yet while quantkit's import hook runs inside it: import from the modules.
 from transformers.quantizers.auto import (
@@ -18,7 +18,8 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, config_from_json
+from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, StoredLayer, config_from_json
+from quantkit.checkpoint.names import module_names
 from quantkit.checkpoint.read import (
     check_tensors,
     check_unquantized,
@@ -29,8 +30,10 @@ from quantkit.checkpoint.read import (
 )
 from quantkit.cpu import check_half_precision
 from quantkit.errors import CheckpointError, refusing
-from quantkit.models.families import LINEAR_TYPES, linear_shape
-from quantkit.models.loading import stored_dtype
+from quantkit.models.experts import SeparateExperts, is_fused, merges_experts, separate_experts
+from quantkit.models.families import linear_shape
+from quantkit.models.loading import auto_class, stored_dtype
+from quantkit.models.structure import is_linear
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.fused_ffn import fuse_chains
@@ -96,6 +99,12 @@ class QuantkitQuantizer(HfQuantizer):
 
             install(model, attention)
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+        """The model's own, but for those that would fuse the experts that install_skeleton has separated."""
+        separate = any(isinstance(module, SeparateExperts) for module in model.modules())
+        kept = [entry for entry in weight_conversions if not (separate and merges_experts(entry))]
+        return list(super().update_weight_conversions(kept, model))
+
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
         """No entry beyond the model's own: every stored tensor has N at dim -2 and K at dim -1."""
 
@@ -107,17 +116,27 @@ class QuantkitQuantizer(HfQuantizer):
 def install_skeleton(model: nn.Module, config: CheckpointConfig) -> None:
     """Replace every quantized Linear of a model on the meta device by an empty QuantizedLinear.
 
+    Where the checkpoint holds experts one by one, the model's are separated first.
     Raises CheckpointError where the checkpoint names a layer that the model does not have.
     """
-    prefix = getattr(model, "base_model_prefix", "")
-    for name, layer in config.layers.items():
-        # AutoModel has no "model." in front of the names that AutoModelForCausalLM wrote.
-        own = name if prefix and hasattr(model, prefix) else name.removeprefix(f"{prefix}.")
+    names = module_names(model, [*config.layers, *config.ignore])
+    fused = [f"{name}." for name, module in model.named_modules() if is_fused(module)]
+    if any(own.startswith(tuple(fused)) for own in names.values()):
+        separate_experts(model)
+    install_layers(model, {names[name]: layer for name, layer in config.layers.items()})
+
+
+def install_layers(model: nn.Module, layers: Mapping[str, StoredLayer]) -> None:
+    """Replace Linears, by their names in the model, by empty QuantizedLinears.
+
+    Raises CheckpointError for a layer that the model does not have.
+    """
+    for name, layer in layers.items():
         try:
-            module = model.get_submodule(own)
+            module = model.get_submodule(name)
         except AttributeError as error:
             raise CheckpointError(f"quantization_config names the layer {name!r}, which this model lacks") from error
-        if not isinstance(module, LINEAR_TYPES):
+        if not is_linear(module):
             raise CheckpointError(f"quantization_config names {name!r}, which is a {type(module).__name__}, no Linear")
         out_features, in_features = built = linear_shape(module)
         if built != layer.shape:
@@ -126,7 +145,7 @@ def install_skeleton(model: nn.Module, config: CheckpointConfig) -> None:
         replacement = QuantizedLinear(
             layer.spec, in_features, out_features, has_bias, module.weight.dtype, device="meta"
         )
-        model.set_submodule(own, replacement)
+        model.set_submodule(name, replacement)
 
 
 def register() -> None:
@@ -161,7 +180,7 @@ def _load(folder: str, **options: Any) -> Any:
     read_document(Path(folder))
     read_headers(weight_files(Path(folder)))
     with refusing(f"checkpoint {folder} cannot be loaded", CheckpointError):
-        answer: Any = AutoModelForCausalLM.from_pretrained(
+        answer: Any = auto_class(folder, local_only=True).from_pretrained(
             folder, output_loading_info=True, local_files_only=True, trust_remote_code=False, **options
         )
     model, report = answer

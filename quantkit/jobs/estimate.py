@@ -12,11 +12,12 @@ from torch import nn
 
 from quantkit.calibration.artifact import Calibration
 from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, config_to_json
+from quantkit.checkpoint.names import stored_names
 from quantkit.checkpoint.write import weight_bytes, weights_metadata
 from quantkit.errors import OutputError
 from quantkit.formats.base import Shape
 from quantkit.formats.table import stored_bytes
-from quantkit.integrations.transformers import install_skeleton
+from quantkit.integrations.transformers import install_layers
 from quantkit.methods import METHODS, LayerPlan
 from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.stream import ModelStream
@@ -30,7 +31,7 @@ _FP32 = 4
 
 @dataclass(frozen=True)
 class LayerEstimate:
-    """One layer to be quantized. bytes, most_bytes: of its tensors; they differ where the data decide."""
+    """A layer to be quantized. name: in the files. bytes, most_bytes: of its tensors; equal unless the data decide."""
 
     name: str
     method: str
@@ -75,9 +76,14 @@ def estimate(
     hidden state, 0 where no text runs through the blocks."""
     shapes = {name: linear_shape(module) for name, module in block_linears(stream.model).items() if name in plans}
     specs = {name: METHODS[plan.method].stored_specs(plan.settings, shapes[name]) for name, plan in plans.items()}
+    names = stored_names(stream.model, shapes)
     layers = tuple(
         LayerEstimate(
-            name, plans[name].method, shape, stored_bytes(specs[name][0], shape), stored_bytes(specs[name][-1], shape)
+            names[name],
+            plans[name].method,
+            shape,
+            stored_bytes(specs[name][0], shape),
+            stored_bytes(specs[name][-1], shape),
         )
         for name, shape in shapes.items()
     )
@@ -98,7 +104,7 @@ def _file_bytes(stream: ModelStream, specs: Mapping[str, Any], shapes: Mapping[s
     """Bytes of all weight files of a checkpoint whose layers are stored so."""
     model: nn.Module = copy.deepcopy(stream.model).to("meta")
     config = CheckpointConfig({name: StoredLayer(spec, shapes[name]) for name, spec in specs.items()}, (), {})
-    install_skeleton(model, config)
+    install_layers(model, config.layers)
     return weight_bytes(model.to(dtype), weights_metadata(config_to_json(config)))
 
 

@@ -6,7 +6,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
 from quantkit.calibration.runner import ACTIVATIONS, check_activations
 from quantkit.checkpoint.config import CheckpointConfig, bits_per_weight, config_to_json
+from quantkit.checkpoint.names import stored_names, with_stored_names
 from quantkit.checkpoint.write import folder_bytes, foreign, save_checkpoint, save_surroundings
 from quantkit.errors import CalibrationError, ModelError, OutputError, StatsError, refusing
 from quantkit.integrations.transformers import attach_config, check_readable
@@ -26,6 +27,7 @@ from quantkit.methods import METHODS, LayerPlan, check_recipe, plan_layers
 from quantkit.models.families import block_linears
 from quantkit.models.loading import is_quantized, open_stream, stored_dtype, stream_fingerprint
 from quantkit.models.stream import ModelStream
+from quantkit.models.unquantized import Unquantized, check_unquantized_weights, unquantized
 from quantkit.recipe import Recipe
 from quantkit.runtime import int8_attention
 from quantkit.storage.output import output_folder
@@ -50,7 +52,10 @@ class QuantizeOptions:
 
 @dataclass(frozen=True)
 class QuantizeResult:
-    """What the job did: the folder, its size, bits per weight of the quantized layers, seconds of quantizing."""
+    """What the job did: the folder, its size, bits per weight of the quantized layers, seconds of quantizing.
+
+    report: of every layer, by its name in the files. unquantized: what stays in floating point.
+    """
 
     folder: Path
     layers: int
@@ -58,6 +63,7 @@ class QuantizeResult:
     bytes: int
     seconds: float
     report: Mapping[str, Any]
+    unquantized: tuple[Unquantized, ...]
 
 
 def quantize_model(
@@ -87,12 +93,16 @@ def quantize_model(
                 save_checkpoint(loaded, document, output.work, work.tensors())
             check_readable(output.work)
             output.publish()
-    return QuantizeResult(out, len(job.plans), bits_per_weight(config), folder_bytes(out), seconds, report["layers"])
+    size, bits = folder_bytes(out), bits_per_weight(config)
+    return QuantizeResult(out, len(job.plans), bits, size, seconds, report["layers"], job.unquantized)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model that is about to be quantized, checked as far as its shapes go. dtype: of what stays floating point."""
+    """A model that is about to be quantized, checked as far as its shapes go.
+
+    dtype: of what stays floating point. unquantized: what of that is worth a word.
+    """
 
     model: str
     recipe: Recipe
@@ -101,6 +111,7 @@ class Job:
     plans: Mapping[str, LayerPlan]
     artifact: Calibration | None
     dtype: torch.dtype
+    unquantized: tuple[Unquantized, ...]
 
 
 def open_job(model: str, recipe: Recipe, calibration: Path | None, options: QuantizeOptions) -> Job:
@@ -111,10 +122,11 @@ def open_job(model: str, recipe: Recipe, calibration: Path | None, options: Quan
     artifact = load_calibration(calibration) if calibration else None
     stream, tokenizer = open_stream(model, dtype=torch.float32, device=options.device)
     plans = plan_layers(recipe, list(block_linears(stream.model)))
-    job = Job(model, recipe, stream, tokenizer, plans, artifact, stored_dtype(model))
     _check_calibration(plans, artifact, recipe)
     _check_attention(recipe, artifact, stream.model)
-    return job
+    left = unquantized(stream.model, plans, recipe.keeps)
+    check_unquantized_weights(left, recipe.name)
+    return Job(model, recipe, stream, tokenizer, plans, artifact, stored_dtype(model), tuple(left))
 
 
 def expect(job: Job, options: QuantizeOptions) -> Estimate:
@@ -160,7 +172,10 @@ def _identity(job: Job, calibration: Path | None, options: QuantizeOptions) -> d
 
 
 def _quantize(job: Job, work: Workspace, activations: torch.dtype) -> tuple[CheckpointConfig, dict[str, Any]]:
-    """Quantize every planned layer in place; (the config of the result, what quantkit.json says of it)."""
+    """Quantize every planned layer in place; (the config of the result, what quantkit.json says of it).
+
+    Both name layers as the files do.
+    """
     meta = {
         "quantizer": f"quantkit {quantkit.__version__}",
         "recipe": job.recipe.name,
@@ -171,8 +186,15 @@ def _quantize(job: Job, work: Workspace, activations: torch.dtype) -> tuple[Chec
     )
     done = quantize_blocks(blocks, work)
     ignore = [name for name, module in job.stream.model.named_modules() if isinstance(module, nn.Linear)]
-    config = CheckpointConfig(done.stored, tuple(ignore), meta, done.attention)
-    return config, {"calibration": meta["calibration"], "transforms": done.transforms, "layers": done.layers}
+    names = stored_names(job.stream.model, [*done.stored, *ignore])
+    config = with_stored_names(CheckpointConfig(done.stored, tuple(ignore), meta, done.attention), names)
+    report = {
+        "calibration": meta["calibration"],
+        "transforms": done.transforms,
+        "layers": {names[name]: measured for name, measured in done.layers.items()},
+        "unquantized": [asdict(row) for row in job.unquantized],
+    }
+    return config, report
 
 
 def _check_calibration(plans: Mapping[str, LayerPlan], artifact: Calibration | None, recipe: Recipe) -> None:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibration.artifact import Calibration
-from quantkit.checkpoint.config import AttentionScales, CheckpointConfig, StoredLayer
+from quantkit.checkpoint.config import AttentionScales, StoredLayer
 from quantkit.checkpoint.write import stored_tensors
 from quantkit.errors import ModelError
 from quantkit.formats.table import spec_from_json, spec_to_json
-from quantkit.integrations.transformers import install_skeleton
+from quantkit.integrations.transformers import install_layers
 from quantkit.methods import METHODS, LayerPlan
+from quantkit.models.experts import expert_linears
 from quantkit.models.families import linear_bias, linear_weight
 from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import BlockInputs, Features, block_hessians, run_block, stored_inputs
@@ -92,8 +93,7 @@ def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
     for number in range(work.finished):
         earlier = Done()
         earlier.add(work.document(number))
-        if earlier.stored:
-            install_skeleton(stream.model, CheckpointConfig(earlier.stored, (), {}))
+        install_layers(stream.model, earlier.stored)
         done.add(earlier.to_json())
     for index in track(range(work.finished - 1, last + 1), "quantizing blocks"):
         part, following = Done(), None
@@ -159,16 +159,19 @@ def _quantize_block(job: BlockWork, index: int, inputs: BlockInputs | None, part
     model, (prefix, block) = job.stream.model, job.stream.blocks[index]
     folded, changed = _transform(job, part)
     own = {name: plan for name, plan in job.plans.items() if job.stream.owner(name) == prefix}
-    known = {} if job.artifact is None else {**job.artifact.layers, **changed}
-    layers = {name: _layer_input(model, name, known.get(name), folded.get(name)) for name in own}
+    known = None if job.artifact is None else replace(job.artifact, layers={**job.artifact.layers, **changed})
+    layers = {name: _layer_input(model, name, known, folded.get(name)) for name in own}
     if inputs is not None:
         layers |= _with_hessians(model, block, index, inputs, own, layers)
+    experts = expert_linears(model)
     for name, plan in own.items():
         module: Any = model.get_submodule(name)
         packed = METHODS[plan.method].quantize(layers.pop(name), plan.settings)
         quantized = QuantizedLinear.from_packed(packed, linear_bias(module), module.weight.dtype)
         model.set_submodule(name, quantized)
         part.layers[name] = {"method": plan.method, **packed.report}
+        if known is not None and name in experts:
+            part.layers[name]["tokens"] = known.layers[name].tokens
         part.stored[name] = StoredLayer(quantized.spec, quantized.shape)
 
 
@@ -188,8 +191,9 @@ def _run_on(job: BlockWork, index: int, inputs: BlockInputs, following: Tensor |
                 return
 
 
-def _layer_input(model: nn.Module, name: str, stats: LayerStats | None, folded: Tensor | None) -> LayerInput:
+def _layer_input(model: nn.Module, name: str, artifact: Calibration | None, folded: Tensor | None) -> LayerInput:
     weight = linear_weight(model.get_submodule(name)).detach().float().contiguous()
+    stats = artifact.stats_of(name) if artifact is not None else None
     return LayerInput(name, weight, stats, folded_scale=folded)
 
 
@@ -212,5 +216,5 @@ def _with_hessians(
                 features[name] = method.hessian_features(layers[name], plan.settings)
     if not wanted:
         return {}
-    hessians = block_hessians(block, inputs, index, wanted, features)
+    hessians = block_hessians(block, inputs, index, wanted, features, expert_linears(model))
     return {name: replace(layers[name], hessian=hessian) for name, hessian in hessians.items()}

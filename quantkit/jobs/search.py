@@ -14,10 +14,12 @@ import torch
 
 import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
+from quantkit.checkpoint.names import stored_names
 from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeError, refusing
 from quantkit.evaluation.divergence import window_scores
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.methods import check_recipe, plan_layers
+from quantkit.models.experts import separate_experts
 from quantkit.models.families import block_linears, merged_linears
 from quantkit.models.loading import first_device, is_quantized, load_model, stored_dtype
 from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_settings
@@ -147,6 +149,7 @@ def _open_source(model: str, calibration: Path, options: Sequence[Option], setti
         raise ModelError(f"model {model} is quantized already; give the floating-point original")
     artifact = load_calibration(calibration)
     loaded, _ = load_model(model, dtype=torch.float32, device=settings.device)
+    separate_experts(loaded)
     check_model(artifact, loaded)
     layers = _planned_layers(loaded, artifact, options, settings.base)
     method = LayerMethod(settings.base.method, settings.base.settings)
@@ -210,11 +213,12 @@ class _Source:
 
 def _file_sizes(loaded: torch.nn.Module, table: ErrorTable, model: str, budget: Budget) -> _Files:
     digits = offset_digits(loaded, budget.limit if budget.kind == "bytes" else math.inf)
+    names = stored_names(loaded, table.shapes)
     sizes = {
-        (name, option): float(quantized_bytes(name, entry.spec, table.shapes[name], digits))
+        (name, option): float(quantized_bytes(names[name], entry.spec, table.shapes[name], digits))
         for (name, option), entry in table.entries.items()
     }
-    return _Files(sizes, fixed_bytes(loaded, table.shapes, stored_dtype(model), digits))
+    return _Files(sizes, fixed_bytes(loaded, names.values(), stored_dtype(model), digits))
 
 
 def _solve(problem: Problem, budget: Budget, files: _Files, source: _Source) -> tuple[Plan, float | None]:

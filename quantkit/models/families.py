@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from quantkit.errors import ModelError
+from quantkit.models.experts import is_fused, routers
 from quantkit.models.family import Attention, Chain, Family, Feed, NormKind, ResidualBlock, Sizes
-from quantkit.models.structure import LINEAR_TYPES, block_stacks, refuse_experts, submodule
+from quantkit.models.structure import LEFT_ALONE, block_stacks, is_linear, language_model, submodule
 
 
 def _every_head_has_its_key(config: Any) -> bool:
@@ -245,14 +246,15 @@ def family_named(name: str) -> Family:
 def family_of(model: nn.Module) -> Family:
     """The row of FAMILIES for this model, or one found by structure (without feeds).
 
-    Structure: the longest ModuleList of same-class blocks that hold Linears.
+    Structure: the longest ModuleList of like blocks that hold Linears, in the language model where there are others.
     Raises ModelError listing what is supported where there is none.
     """
     known = known_family(model)
     if known is not None and submodule(model, known.blocks) is not None:
         return known
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    found = [(len(stack), name) for name, stack in block_stacks(model)]
+    path, language = language_model(model)
+    found = [(len(stack), f"{path}.{name}" if path else name) for name, stack in block_stacks(language)]
     if not found:
         types = ", ".join(name for family in FAMILIES for name in family.model_types)
         raise ModelError(
@@ -277,16 +279,18 @@ def decoder_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def block_linears(model: nn.Module) -> dict[str, nn.Module]:
     """Every Linear and Conv1D inside the decoder blocks by full module name, block after block.
 
-    Within a block the order is that of the module's definition.
-    Raises ModelError for blocks that hold fused experts (3-D weights): they would be skipped silently.
+    Within a block the order is that of the module's definition. Routers, those of LEFT_ALONE and subclasses of Linear
+    that compute something else are none of them: they stay in floating point.
+    Raises ModelError for fused experts, which separate_experts takes apart: they would be skipped silently.
     """
     linears: dict[str, nn.Module] = {}
+    left = routers(model)
     for prefix, block in decoder_blocks(model):
         for name, module in block.named_modules(prefix=prefix):
-            if isinstance(module, LINEAR_TYPES):
+            if is_linear(module) and name not in left and name.rpartition(".")[2] not in LEFT_ALONE:
                 linears[name] = module
-            elif not hasattr(module, "in_features"):
-                refuse_experts(name, module)
+            elif is_fused(module):
+                raise ModelError(f"{name}: its experts are fused in 3-D weights; separate them first")
     return linears
 
 
@@ -322,13 +326,6 @@ def chains_of(model: nn.Module) -> list[tuple[nn.Module, Chain]]:
     stacks = (submodule(model, path) for path in (family.blocks, family.blocks.removeprefix(f"{prefix}.")))
     stack = next((stack for stack in stacks if isinstance(stack, nn.ModuleList)), ())
     return [(block, chain) for block in stack for chain in family.chains if chain.exact(config)]
-
-
-def model_body(model: nn.Module) -> nn.Module:
-    """The model without its language-model head: enough where only the blocks matter."""
-    body = getattr(model, "base_model", model)
-    assert isinstance(body, nn.Module)
-    return body
 
 
 def linear_weight(module: nn.Module) -> Tensor:

@@ -136,18 +136,18 @@ def _load_weights(
 ) -> Any:
     """The model as transformers loads it; device_map: None is the CPU, ``meta`` checks everything and reads nothing."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     _silence_loading_bars()
     wanted: Any = dtype or (torch.float32 if device.type == "cpu" else "auto")
     if device.type == "cpu" and wanted in (torch.bfloat16, torch.float16):
         check_half_precision()
+    local_only = source.offline is not None
     with _one_line(f"model {model}"):
-        answer: Any = AutoModelForCausalLM.from_pretrained(
+        answer: Any = auto_class(source.location, local_only=local_only).from_pretrained(
             source.location,
             dtype=wanted,
             device_map=device_map,
-            local_files_only=source.offline is not None,
+            local_files_only=local_only,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # _check_complete refuses them by name; transformers would not name them
             output_loading_info=True,
@@ -167,6 +167,20 @@ def _weights_folder(source: ModelSource) -> Path:
     if not isinstance(cached, str):
         raise ModelError(f"model {source.location}: its files are not in the local hub cache")
     return Path(cached).parent
+
+
+def auto_class(location: str, *, local_only: bool) -> Any:
+    """The class of transformers that loads the model of a folder or hub id.
+
+    AutoModelForCausalLM; or AutoModelForImageTextToText for models with a vision tower that the former does not know.
+    Raises what transformers raises for a config that cannot be read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(location, local_files_only=local_only, trust_remote_code=False)
+    seeing = type(config) in AutoModelForImageTextToText._model_mapping
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForImageTextToText if seeing and not known else AutoModelForCausalLM
 
 
 def _silence_loading_bars() -> None:

@@ -26,6 +26,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from quantkit.errors import ModelError, refusing
+from quantkit.models.experts import fused_again, separate_experts
 from quantkit.models.families import decoder_blocks
 
 _WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
@@ -35,8 +36,12 @@ class ModelStream:
     """``model``, and its ``blocks`` by name in order; weights are there inside ``outside()`` and ``block(index)``."""
 
     def __init__(self, model: Any, device: torch.device, reader: WeightReader | None = None):
-        """reader: where weights are read from; None for a model that is in memory."""
+        """Fused experts of the model are separated, in place; a reader, which knows them fused, is made before.
+
+        reader: where weights are read from; None for a model that is in memory.
+        """
         self.model, self.device, self._reader = model, device, reader
+        self._fused = separate_experts(model)
         self.blocks = decoder_blocks(model)
         self._held: set[str | None] = set()
 
@@ -77,7 +82,9 @@ class ModelStream:
             return
         self._held.add(prefix)
         try:
-            self._reader.load(self.model, self._part_keys(prefix), self.device)
+            fused = {name: module for name, module in self._fused.items() if self.owner(name) == prefix}
+            with fused_again(self.model, fused):
+                self._reader.load(self.model, self._part_keys(prefix), self.device)
             self._check_loaded(prefix)
             yield
         finally:
@@ -156,8 +163,10 @@ def restore_buffers(model: Any, device: torch.device) -> None:
         filler = float("nan") if buffer.is_floating_point() else 0
         module._buffers[key] = torch.full_like(buffer, filler, device=device)
     for name, _ in list(model.named_non_persistent_buffers()):
-        module = model.get_submodule(name.rpartition(".")[0])
-        model._init_weights(module)
+        path = name.split(".")[:-1]
+        above = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
+        innermost: Any = next(module for module in reversed(above) if hasattr(module, "_init_weights"))
+        innermost._init_weights(above[-1])  # a model inside another knows its own modules
     for name, buffer in model.named_non_persistent_buffers():
         if buffer.is_floating_point() and bool(buffer.isnan().any()):
             raise ModelError(f"{name}: a buffer that no file holds and that {type(model).__name__} does not compute")

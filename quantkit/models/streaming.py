@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import ModelError
-from quantkit.models.families import model_body
+from quantkit.models.families import linear_weight
 from quantkit.models.inputs import InputTap
 from quantkit.models.stream import ModelStream
+from quantkit.models.structure import model_body
+from quantkit.stats import trust
 from quantkit.storage.resume import Workspace
 
 Features = Callable[[Tensor], Tensor]
@@ -130,12 +132,15 @@ def block_hessians(
     index: int,
     linears: Mapping[str, nn.Module],
     features: Mapping[str, Features] | None = None,
+    experts: Container[str] = (),
 ) -> dict[str, Tensor]:
     """E[x x^T] [K, K] fp32, over all tokens of all windows, of each given Linear of block ``index``.
 
     features: by name of Linear, a function of x to take the matrix of instead: E[f(x) f(x)^T] [C, C].
+    experts: names of Linears of experts. Theirs is over the tokens routed to them and, where these are few, nearer to
+        the matrix of equal and independent channels (``tempered``), which it is where there are none.
     Linears that share an input share one tensor, unless they have features. Memory: one matrix per distinct input.
-    Raises ModelError for a Linear that the block never calls.
+    Raises ModelError for a Linear that the block never calls, unless it is an expert's.
     """
     sums: dict[str, Tensor] = {}
     tokens: dict[str, int] = {}
@@ -157,12 +162,25 @@ def block_hessians(
             pass
     for tap in taps:
         aliases |= tap.aliases
-    silent = [name for name in linears if name not in aliases]
-    if silent:
-        raise ModelError(f"{silent[0]}: its block never calls it, so there is nothing to calibrate on")
+    for name in linears:
+        if name not in aliases and name not in experts:
+            raise ModelError(f"{name}: its block never calls it, so there is nothing to calibrate on")
+        if name not in aliases:
+            none = linear_weight(linears[name])[:0].float()
+            width = own[name](none).shape[1] if name in own else none.shape[1]
+            sums[name], tokens[name], aliases[name] = none.new_zeros(width, width), 0, name
     for name, total in sums.items():
-        total.div_(tokens[name])
+        total.div_(max(tokens[name], 1))
+        if name in experts:
+            _temper(total, tokens[name])
     return {name: sums[owner] for name, owner in aliases.items()}
+
+
+def _temper(hessian: Tensor, tokens: int) -> None:
+    """Move E[x x^T] over so many tokens, in place, towards that of independent channels of equal size."""
+    equal = hessian.diagonal().mean().item() if tokens else 1.0
+    hessian.mul_(trust(tokens))
+    hessian.diagonal().add_(equal * (1 - trust(tokens)))
 
 
 Recorded = tuple[tuple[BlockCall, ...], tuple[int, ...], torch.dtype]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, TypeGuard
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quantkit.errors import ModelError
-
 LINEAR_TYPES = (nn.Linear, Conv1D)
+# Mamba's code multiplies by the weight of dt_proj itself; Gemma-3n's AltUp mixes four copies of a token by the others.
+LEFT_ALONE = ("dt_proj", "modality_router", "prediction_coefs", "correction_coefs")
+_LINEAR_FORWARDS = tuple(kind.forward for kind in LINEAR_TYPES)
 
 
 def submodule(model: nn.Module, path: str) -> nn.Module | None:
@@ -20,22 +22,43 @@ def submodule(model: nn.Module, path: str) -> nn.Module | None:
         return None
 
 
+def language_model(model: nn.Module) -> tuple[str, nn.Module]:
+    """(name, module) of what decodes text in a model that may see and hear as well; the whole of other models."""
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    name = next((name for name, module in model.named_modules() if module is decoder), None)
+    return ("", model) if name is None else (name, decoder)
+
+
+def model_body(model: nn.Module) -> nn.Module:
+    """The model without its language-model head: enough where only the blocks matter."""
+    body = getattr(model, "base_model", model)
+    assert isinstance(body, nn.Module)
+    return body
+
+
 def block_stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """(name, list) of ModuleLists whose elements are of one class, composite, and hold Linears."""
+    """(name, list) of ModuleLists whose elements are alike, composite, and hold Linears.
+
+    Elements are alike where they are of one class, or all blocks to transformers: those of hybrids take turns.
+    """
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or len({type(block) for block in module}) != 1:
+        if not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        alike = len({type(block) for block in module}) == 1
+        if not alike and not all(map(_is_block, module)):
             continue
         if isinstance(module[0], LINEAR_TYPES):
             continue
-        if any(isinstance(child, LINEAR_TYPES) for child in module[0].modules()):
+        # In any of them: the first ones may have been quantized already.
+        if any(isinstance(child, LINEAR_TYPES) for block in module for child in block.modules()):
             yield name, module
 
 
-def refuse_experts(name: str, module: nn.Module) -> None:
-    """Raise ModelError for a module with parameters of three or more dimensions of its own."""
-    for parameter_name, parameter in module.named_parameters(recurse=False):
-        if parameter.ndim >= 3:
-            raise ModelError(
-                f"{name}.{parameter_name}: {parameter.ndim}-D weight {tuple(parameter.shape)} (fused experts or a "
-                "convolution) is not supported; only models whose blocks are built of Linears can be quantized"
-            )
+def _is_block(module: nn.Module) -> bool:
+    # By name: transformers imports this module while it is only half imported itself.
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether the module computes x W^T + bias: a subclass may be called a Linear and compute something else."""
+    return isinstance(module, LINEAR_TYPES) and type(module).forward in _LINEAR_FORWARDS

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import GenerationError
+from quantkit.models.experts import expert_linears
 from quantkit.models.families import uses_alibi
 from quantkit.runtime.cuda_graph import DEVICE_LOCK, capture
 from quantkit.runtime.decoder_block import token_blocks
@@ -187,15 +188,18 @@ def next_logits(session: Session) -> Tensor:
 
 
 def step(session: Session) -> None:
-    """Append one token. Makes no decision on the host, so it can be captured."""
+    """Append one token. Makes no decision on the host, unless the model does, so it can be captured."""
     logits = next_logits(session)
     with torch.no_grad():
         _choose(session, logits, 1)
 
 
 def captured_step(session: Session) -> Callable[[], None]:
-    """``step`` as a graph replay on a GPU, as itself elsewhere; the session is left as it was found."""
-    if session.token.device.type != "cuda":
+    """``step`` as a graph replay on a GPU, as itself elsewhere; the session is left as it was found.
+
+    Separate experts are called by the host, once it knows which tokens go where: no graph can hold them.
+    """
+    if session.token.device.type != "cuda" or expert_linears(session.model):
         return lambda: step(session)
     _ = session.decoder  # made now: its tensors are for every session, not for the stream of this capture
     kept = (

@@ -8,14 +8,14 @@ are not, so each is counted with as many digits as the whole budget has.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from math import prod
 
 import torch
 from torch import nn
 
 from quantkit.checkpoint.read import CONFIG_DIGEST
-from quantkit.checkpoint.write import MAX_SHARD_BYTES
+from quantkit.checkpoint.write import MAX_SHARD_BYTES, stored_tensors
 from quantkit.errors import RecipeError
 from quantkit.formats.base import Shape
 from quantkit.formats.table import FORMATS, format_name
@@ -53,20 +53,18 @@ def quantized_bytes(name: str, spec: object, shape: Shape, digits: int) -> int:
     )
 
 
-def fixed_bytes(model: nn.Module, quantized: Mapping[str, object], dtype: torch.dtype, digits: int) -> int:
+def fixed_bytes(model: nn.Module, quantized: Collection[str], dtype: torch.dtype, digits: int) -> int:
     """Most bytes of everything else: unquantized weights, biases, file headers.
 
-    quantized: names of the Linears whose weights are replaced. dtype: what floating-point tensors are written in.
+    quantized: names, in the files, of the Linears whose weights are replaced. dtype: what floating-point tensors are
+    written in.
     """
-    replaced = {f"{name}.weight" for name in quantized}
-    longest: dict[tuple[int, tuple[int, ...]], int] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    replaced, size = {f"{name}.weight" for name in quantized}, _FILE_OVERHEAD
+    for name, tensor in stored_tensors(model).items():
         if name not in replaced:
             kind = dtype if tensor.is_floating_point() else tensor.dtype
-            size = tensor.numel() * kind.itemsize + _entry(name, kind, tuple(tensor.shape), digits)
-            owner = tensor.data_ptr(), tuple(tensor.shape)  # tied weights are written once
-            longest[owner] = max(size, longest.get(owner, 0))
-    return sum(longest.values()) + _FILE_OVERHEAD
+            size += tensor.numel() * kind.itemsize + _entry(name, kind, tuple(tensor.shape), digits)
+    return size
 
 
 def offset_digits(model: nn.Module, limit: float) -> int:

@@ -23,6 +23,7 @@ from quantkit.errors import OutputError, RecipeError, StatsError, refusing
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.table import dequantize, spec_from_json, spec_to_json, stored_bytes
 from quantkit.methods import METHODS
+from quantkit.models.experts import expert_linears
 from quantkit.models.families import block_linears, decoder_blocks, linear_shape, linear_weight
 from quantkit.models.stream import in_memory_stream
 from quantkit.models.streaming import advance, block_hessians, capture_inputs
@@ -221,15 +222,15 @@ def layers_with_hessians(
     model: nn.Module, calibration: Calibration, work: Mapping[str, Sequence[Option]]
 ) -> Iterator[tuple[LayerInput, Option]]:
     """Block after block, every (layer, option) of the work; the Hessians are those of the unquantized model."""
-    linears = block_linears(model)
+    linears, experts = block_linears(model), expert_linears(model)
     inputs = capture_inputs(in_memory_stream(model), calibration.windows)
     left = sum(map(len, work.values()))
     for index, (prefix, block) in enumerate(decoder_blocks(model)):
         own = {name: linears[name] for name in work if name.startswith(f"{prefix}.")}
-        hessians = block_hessians(block, inputs, index, own) if own else {}
+        hessians = block_hessians(block, inputs, index, own, experts=experts) if own else {}
         for name, module in own.items():
             weight = linear_weight(module).detach().float().contiguous().clone()
-            layer = LayerInput(name, weight, calibration.layers[name], hessians[name])
+            layer = LayerInput(name, weight, calibration.stats_of(name), hessians[name])
             for option in work[name]:
                 yield layer, option
                 left -= 1

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from quantkit.models.families import LINEAR_TYPES, decoder_blocks, feeds_of, linear_weight
+from quantkit.models.families import decoder_blocks, feeds_of, linear_weight
 from quantkit.models.loading import load_model
+from quantkit.models.structure import LINEAR_TYPES
 from scripts.common import run_script
 
 

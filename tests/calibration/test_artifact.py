@@ -21,7 +21,7 @@ from quantkit.calibration.artifact import (
     merge,
     save_calibration,
 )
-from quantkit.calibration.collectors import Collector, sample_positions
+from quantkit.calibration.collectors import Collector, RoutedCollector, sample_positions
 from quantkit.errors import CalibrationError, OutputError
 from quantkit.models.loading import load_model
 from quantkit.stats import SAMPLE_ROWS
@@ -248,3 +248,45 @@ def test_unwritable_place_is_one_line_and_leaves_nothing(tmp_path: Path) -> None
     with pytest.raises(OutputError, match="does not exist"):
         save_calibration(_calibration(torch.randn(50, 3)), tmp_path / "none" / "a.safetensors")
     assert list(tmp_path.iterdir()) == []
+
+
+def _with_experts(tokens: tuple[int, ...]) -> Calibration:
+    """Experts 0, 1, ... of one block, each with rows of its own size beside a layer that saw all 200."""
+    calibration = _calibration(torch.randn(200, 6))
+    for index, count in enumerate(tokens):
+        collector = RoutedCollector("expert", 6, 0, torch.device("cpu"))
+        if count:
+            collector.update(torch.randn(count, 6) * (index + 1))
+        calibration.layers[f"block.experts.{index}.down"] = collector.result(200)
+    return calibration
+
+
+def test_tokens_of_experts_are_kept_and_added(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_calibration(_with_experts((150, 50, 0)), path)
+    read = load_calibration(path)
+    assert [read.layers[f"block.experts.{index}.down"].tokens for index in range(3)] == [150, 50, 0]
+    assert read.layers["q"].tokens == 200
+    other = _with_experts((0, 120, 80))
+    other = replace(other, windows=other.windows + 7)
+    both = merge(read, other)
+    assert [both.layers[f"block.experts.{index}.down"].tokens for index in range(3)] == [150, 170, 80]
+    assert torch.equal(both.layers["block.experts.0.down"].mean_square, read.layers["block.experts.0.down"].mean_square)
+
+
+def test_more_tokens_than_the_text_has_are_refused(tmp_path: Path) -> None:
+    path, calibration = tmp_path / "a.safetensors", _with_experts((150,))
+    calibration.layers["block.experts.0.down"] = replace(calibration.layers["block.experts.0.down"], tokens=201)
+    save_calibration(calibration, path)
+    with pytest.raises(CalibrationError, match="201 tokens of 200"):
+        load_calibration(path)
+
+
+def test_an_expert_without_tokens_takes_the_ranges_of_the_others_and_counts_channels_alike() -> None:
+    calibration = _with_experts((150, 50, 0))
+    first, second = (calibration.layers[f"block.experts.{index}.down"] for index in range(2))
+    stats = calibration.stats_of("block.experts.2.down")
+    assert torch.equal(stats.absmax, torch.maximum(first.absmax, second.absmax))
+    assert len(stats.sample) == SAMPLE_ROWS
+    assert torch.equal(stats.mean_square, torch.ones(6))
+    assert calibration.stats_of("q") is calibration.layers["q"]

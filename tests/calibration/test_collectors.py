@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.calibration.collectors import Collector, sample_positions
+from quantkit.calibration.collectors import Collector, RoutedCollector, sample_positions
 from quantkit.errors import StatsError
-from quantkit.stats import HISTOGRAM_BINS, SAMPLE_ROWS, LayerStats, histogram_edges, magnitude_histogram
+from quantkit.stats import (
+    HALF_TRUST_TOKENS,
+    HISTOGRAM_BINS,
+    SAMPLE_ROWS,
+    LayerStats,
+    histogram_edges,
+    magnitude_histogram,
+    trust,
+)
 
 MEAN_RTOL = 1e-6  # fp32 sums of a few hundred rows: some roundings of 2^-24
 
@@ -81,3 +89,45 @@ def test_rows_that_never_came_are_noticed() -> None:
     collector.update(torch.randn(4, 3))
     with pytest.raises(StatsError, match="saw 4 of 8 tokens"):
         collector.result(8)
+
+
+def _routed(parts: list[torch.Tensor], seed: int = 0) -> LayerStats:
+    collector = RoutedCollector("expert", 2, seed, torch.device("cpu"))
+    for part in parts:
+        collector.update(part)
+    return collector.result(10_000)
+
+
+def test_an_experts_sample_does_not_depend_on_how_its_rows_came() -> None:
+    x = torch.arange(1000.0)[:, None].repeat(1, 2)
+    whole, parts = _routed([x]), _routed(list(x.split([1, 77, 422, 500])))
+    assert torch.equal(whole.sample, parts.sample)
+    assert whole.tokens == parts.tokens == 1000
+    rows = whole.sample[:, 0]
+    assert len(rows) == SAMPLE_ROWS
+    assert bool((rows[1:] > rows[:-1]).all())
+    assert rows.max() > 500  # not the first rows alone
+    assert not torch.equal(rows, _routed([x], seed=1).sample[:, 0])
+
+
+def test_an_expert_that_saw_few_rows_samples_all_of_them() -> None:
+    x = torch.randn(5, 2)
+    assert torch.equal(_routed([x[:2], x[2:]]).sample, x)
+
+
+def test_an_expert_without_tokens_has_statistics_of_zeros() -> None:
+    stats = _routed([])
+    assert stats.tokens == 0
+    assert stats.sample.shape == (0, 2)
+    assert not stats.absmax.any()
+    assert not stats.mean_square.any()
+
+
+def test_few_tokens_move_the_mean_squares_towards_each_other() -> None:
+    x = torch.randn(HALF_TRUST_TOKENS, 2) * torch.tensor([1.0, 10.0])
+    stats = _routed([x])
+    middle = stats.mean_square.mean()
+    torch.testing.assert_close(stats.tempered().mean_square, (stats.mean_square + middle) / 2)
+    assert torch.equal(stats.tempered().absmax, stats.absmax)
+    assert torch.equal(_routed([]).tempered().mean_square, torch.ones(2))
+    assert trust(100 * HALF_TRUST_TOKENS) > 0.99

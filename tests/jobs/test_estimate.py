@@ -19,7 +19,7 @@ Calibrated = Callable[[str], Path]
 
 
 @pytest.mark.parametrize("recipe", ["bcq-w4-g128", "rtn-w4-g128", "bipolar-w4a8", "bcq-w4-g64-s8", "flatten-o2"])
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "mixtral"])
 def test_files_have_the_bytes_that_were_promised(
     recipe: str, family: str, tiny_model: TinyModel, calibrated: Calibrated, tmp_path: Path
 ) -> None:

@@ -17,6 +17,10 @@ from tests.cli.calls import refusal, run
 TinyModel = Callable[[str], Path]
 Calibrated = Callable[[str], Path]
 FAMILIES = ("llama", "opt", "gpt2")
+RECIPES = ("bcq-w4-g128-comp", "flatten-o3", "rtn-w4-g128")
+# Mixtral's files have other names than its modules; those of gpt-oss hold its experts fused.
+WORKS = [(recipe, family) for recipe in RECIPES for family in FAMILIES]
+WORKS += [(RECIPES[0], family) for family in ("mixtral", "gpt_oss")]
 
 
 def folder_content(folder: Path) -> dict[str, bytes]:
@@ -58,8 +62,7 @@ def blocks_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("recipe", ["bcq-w4-g128-comp", "flatten-o3", "rtn-w4-g128"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("recipe", "family"), WORKS)
 @pytest.mark.parametrize("pieces", [1, 2, 3])
 def test_quantizing_goes_on_to_the_same_bytes(
     recipe: str,
@@ -101,10 +104,11 @@ def test_an_untied_head_is_gone_on_with(
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("family", ["opt", "mixtral"])
 def test_calibrating_goes_on_to_the_same_bytes(
-    pieces: int, tiny_model: TinyModel, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, pieces: int, tiny_model: TinyModel, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["calibrate", tiny_model("opt"), "--text", text_file, "--seq-len", 32, "--windows", 4]
+    command = ["calibrate", tiny_model(family), "--text", text_file, "--seq-len", 32, "--windows", 4]
     whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
     assert run(*command, "-o", whole).exit_code == 0
     with monkeypatch.context() as patch:

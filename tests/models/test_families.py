@@ -168,10 +168,19 @@ def test_model_without_blocks_is_refused_with_the_list() -> None:
         decoder_blocks(nn.Sequential(nn.Linear(4, 4)))
 
 
-def test_fused_experts_are_refused_by_name() -> None:
+def test_fused_experts_are_not_passed_over() -> None:
     model = _build(MixtralConfig(**_SMALL, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=1))
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.experts.*3-D weight"):
+    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.experts.*separate them"):
         block_linears(model)
+
+
+def test_a_linear_that_computes_something_else_is_left_alone() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    stack = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), Doubled(4, 4)) for _ in range(2))
+    assert list(block_linears(nn.Sequential(stack))) == ["0.0.0", "0.1.0"]
 
 
 def test_table_rows_name_modules_that_exist(tiny_model: Callable[[str], Path]) -> None:

@@ -13,11 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from quantkit.errors import ModelError
+from quantkit.models.experts import separate_experts
+from quantkit.models.families import block_linears, decoder_blocks
 from quantkit.models.loading import fingerprint, load_model, open_stream, stream_fingerprint
 from quantkit.models.stream import in_memory_stream
 from quantkit.models.streaming import advance, capture_inputs
 from tests.models.test_streaming import FINAL_NORM
-from tests.tiny import VOCABULARY
+from tests.tiny import EXPERTS, VOCABULARY
 
 TinyModel = Callable[[str], Path]
 
@@ -85,6 +87,25 @@ def test_a_weight_of_two_blocks_is_refused(tiny_model: TinyModel, monkeypatch: p
 def test_fingerprint_is_that_of_the_whole_model(tiny_model: TinyModel) -> None:
     folder = str(tiny_model("llama"))
     assert stream_fingerprint(open_stream(folder)[0]) == fingerprint(load_model(folder)[0])
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_separated_as_their_block_is_read(family: str, tiny_model: TinyModel) -> None:
+    folder = str(tiny_model(family))
+    stream, whole = open_stream(folder)[0], load_model(folder)[0]
+    separate_experts(whole)
+    linears = block_linears(stream.model)
+    assert linears.keys() == block_linears(whole).keys()
+    for _ in range(2):
+        for index, (prefix, expected) in enumerate(decoder_blocks(whole)):
+            with stream.block(index) as block:
+                found = block.state_dict()
+                assert found.keys() == expected.state_dict().keys()
+                assert all(torch.equal(found[name], tensor) for name, tensor in expected.state_dict().items())
+                held = {stream.owner(name) for name, one in stream.model.named_parameters() if not one.is_meta}
+                assert held == {prefix}
+    assert block_linears(stream.model) == linears  # the same modules: what watches them goes on to
+    assert stream_fingerprint(stream) == fingerprint(whole)
 
 
 def test_buffers_that_no_file_holds_are_computed(tmp_path: Path) -> None:

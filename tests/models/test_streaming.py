@@ -11,10 +11,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from quantkit.errors import ModelError
+from quantkit.models.experts import RoutedExperts, expert_linears, separate_experts
 from quantkit.models.families import block_linears, decoder_blocks
 from quantkit.models.loading import load_model
 from quantkit.models.stream import in_memory_stream
 from quantkit.models.streaming import advance, block_hessians, capture_inputs
+from quantkit.stats import trust
 from tests.tiny import VOCABULARY
 
 FINAL_NORM = {
@@ -157,3 +159,34 @@ def test_blocks_that_are_handed_what_depends_on_the_text_are_refused() -> None:
 
     with pytest.raises(ModelError, match="block 0 something that depends on the text"):
         capture_inputs(in_memory_stream(PerLayer()), torch.tensor([[1, 2, 3], [4, 5, 6]]))
+
+
+def test_hessians_of_experts_are_of_their_tokens_and_tempered(tiny_model: Callable[[str], Path]) -> None:
+    model, _ = load_model(str(tiny_model("mixtral")))
+    separate_experts(model)
+    name, block = decoder_blocks(model)[0]
+    experts = next(module for module in block.modules() if isinstance(module, RoutedExperts))
+    linears = {key: module for key, module in block_linears(model).items() if key.startswith(f"{name}.")}
+    seen: list[torch.Tensor] = []
+    experts.get_submodule("2.w2").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    inputs = capture_inputs(in_memory_stream(model), _windows())
+    seen.clear()  # of the pass that records how blocks are called
+    hessian = block_hessians(block, inputs, 0, linears, experts=expert_linears(model))[f"{name}.mlp.experts.2.w2"]
+    rows = torch.cat(seen)
+    share, plain = trust(len(rows)), rows.t() @ rows / len(rows)
+    equal = torch.eye(len(plain)) * plain.diagonal().mean()
+    torch.testing.assert_close(hessian, plain * share + equal * (1 - share), rtol=SUM_RTOL, atol=1e-6)
+
+
+def test_an_expert_without_tokens_has_the_hessian_of_equal_channels(tiny_model: Callable[[str], Path]) -> None:
+    model, _ = load_model(str(tiny_model("mixtral")))
+    separate_experts(model)
+    name, block = decoder_blocks(model)[0]
+    block.mlp.gate.forward = lambda x: (None, torch.full((len(x), 2), 0.5), torch.tensor([[0, 1]]).expand(len(x), 2))
+    linears = {key: module for key, module in block_linears(model).items() if key.startswith(f"{name}.")}
+    inputs = capture_inputs(in_memory_stream(model), _windows())
+    hessians = block_hessians(block, inputs, 0, linears, experts=expert_linears(model))
+    assert torch.equal(hessians[f"{name}.mlp.experts.3.w1"], torch.eye(64))
+    assert torch.equal(hessians[f"{name}.mlp.experts.3.w2"], torch.eye(96))
+    with pytest.raises(ModelError, match="its block never calls it"):
+        block_hessians(block, inputs, 0, linears)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import StatsError
-from quantkit.models.families import LINEAR_TYPES, decoder_blocks, feeds_of, linear_weight
+from quantkit.models.families import decoder_blocks, feeds_of, linear_weight
+from quantkit.models.structure import LINEAR_TYPES
 from quantkit.quantizers.base import Transformed
 
 SMOOTHINGS = ("sigmoid", "smoothquant", "none")
