@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit.integrations.import_hook import when_transformers_loads
 
@@ -13,15 +13,18 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "load"]
 
 
-def load(folder: str, *, device: str = "cpu", dtype: Any = None) -> PreTrainedModel:
+def load(
+    folder: str, *, device: str = "cpu", dtype: Any = None, layout: Literal["latency", "batch"] = "latency"
+) -> PreTrainedModel:
     """The model of a quantkit checkpoint, ready to generate.
 
-    dtype: of the activations and unquantized weights; the checkpoint's own by default.
+    dtype: of the activations and unquantized weights; the checkpoint's own by default. layout: the order of bcq weights
+    on a GPU, for one to four tokens at a time ("latency") or for more ("batch").
     Raises CheckpointError for a folder that is no quantkit checkpoint or is damaged.
     """
     from quantkit.integrations.transformers import load_checkpoint
 
-    return load_checkpoint(folder, device=device, dtype=dtype)
+    return load_checkpoint(folder, device=device, dtype=dtype, layout=layout)
 
 
 when_transformers_loads()

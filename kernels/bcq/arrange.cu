@@ -13,6 +13,7 @@ static_assert(kBlockTokens * kRowVectors == kThreads, "a vector a thread");
 
 __global__ void __launch_bounds__(kThreads)
 bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K]; see arrange.cuh
+           uint32* __restrict__ ready, int readyCount,  // of the product behind it, gemm.cuh: set to zero
            int M, int K,
            int tileTokens,  // of a token tile
            int bits, int vectors) {  // vectors: rows of x are 16-byte aligned and K % 8 == 0
@@ -21,6 +22,9 @@ bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K
     const int m = blockIdx.y * kBlockTokens + row, k = blockIdx.x * kBlockK + vector * kVectorValues;
     allowNextKernel();
     waitForPriorKernels();
+    if (blockIdx.x == 0 && blockIdx.y == 0) {
+        for (int i = threadIdx.x; i < readyCount; i += kThreads) ready[i] = 0;
+    }
 
     uint32 pairs[kVectorValues / 2] = {};
     if (m < M) {

@@ -4,7 +4,7 @@
 // Grid: one warp per (n tile, k tile), flattened; a warp's four lanes of a row share one 32-column word at a time,
 // eight columns each, so that they write 64 consecutive bytes (fp16). Sums in fp32, planes in order.
 // Limits: group_size a multiple of 8.
-#include "tiles.cuh"
+#include "level_codes.cuh"
 
 namespace {
 
@@ -28,10 +28,22 @@ __device__ __forceinline__ void storeEight(void* weight, size_t index, const flo
     }
 }
 
+template <int kBits>
+__device__ __forceinline__ void codesToPlanes(uint4 (&words)[kBits]) {
+    uint32 own[4][kBits];
+#pragma unroll
+    for (int i = 0; i < kBits; ++i) own[0][i] = words[i].x, own[1][i] = words[i].y, own[2][i] = words[i].z, own[3][i] = words[i].w;
+#pragma unroll
+    for (int part = 0; part < 4; ++part) wordsToPlanes<kBits>(own[part]);
+#pragma unroll
+    for (int i = 0; i < kBits; ++i) words[i] = make_uint4(own[0][i], own[1][i], own[2][i], own[3][i]);
+}
+
 }  // namespace
 
 template <int kBits,       // planes
-          int kScaleBits>  // 16 or 8
+          int kScaleBits,  // 16 or 8
+          bool kCodes>     // whether they stand as codes of levels
 __global__ void __launch_bounds__(QK_DEQUANTIZE_THREADS, 2)
 bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
               const typename StoredScale<kScaleBits>::Type* __restrict__ scales,  // scale tiles
@@ -53,6 +65,7 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
     uint4 words[kBits];
 #pragma unroll
     for (int i = 0; i < kBits; ++i) words[i] = __ldcs(tiles + (size_t(tile) * kBits + i) * kWarpSize + lane);
+    if constexpr (kCodes) codesToPlanes(words);
 
 #pragma unroll
     for (int part = 0; part < kWordsPerTileRow / kTileQuads * 2; ++part) {  // x, y, z, w of the lane's words

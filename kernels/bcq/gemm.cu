@@ -4,6 +4,7 @@
 
 template <bool kWarpgroup,  // whether the tensor cores of four warps multiply together
           int kBits,        // planes of the weight
+          bool kCodes,      // whether it is stored as codes of its levels: levels.cuh
           bool kAdds,       // whether offsets are added behind the tables of levels
           int kDtype,       // of x and y: fp16 or bf16
           int kTokens,      // of a tile
@@ -12,11 +13,11 @@ template <bool kWarpgroup,  // whether the tensor cores of four warps multiply t
           int kSlots>       // of a consumer warp's ring
 __global__ void __launch_bounds__((kRowGroups * kPhases + 1) * kGroupThreads, 1)
 bcqGemm(const uint4* __restrict__ tiles, const uint4* __restrict__ scales, const uint16* __restrict__ factors,
-        const uint4* x, const uint16* __restrict__ bias, const uint16* residual, uint16* y, int M, int N, int K,
-        int groups, uint32 groupMagic, int entries, int scaleBits, int segments, int stages,
-        int rangeTiles, int longRanges, int ranges, int tokenTiles, int tokenBand, int activation) {
-    multiplyTokens<GemmShape<kBits, kAdds, kDtype, kTokens, kRowGroups, kPhases, kSlots>,
-                   typename ProductsOf<kWarpgroup, kDtype, kTokens>::Type, kBits, kAdds, kDtype>(
-        {tiles, scales, factors, x, bias, residual, y, M, N, K, groups, groupMagic, entries, scaleBits, segments,
-         stages, rangeTiles, longRanges, ranges, tokenTiles, tokenBand, activation});
+        const uint4* x, const uint16* __restrict__ bias, const uint16* residual, uint16* y, float* partials, uint32* ready,
+        int M, int N, int K, int groups, uint32 groupMagic, int entries, int scaleBits, int segments, int stages,
+        int rangeTiles, int longRanges, int ranges, int tokenTiles, int tokenBand, int wholeItems, int activation) {
+    multiplyTokens<GemmShape<kBits, kCodes, kAdds, kDtype, kTokens, kRowGroups, kPhases, kSlots>,
+                   typename ProductsOf<kWarpgroup, kDtype, kTokens>::Type>(
+        {tiles, scales, factors, x, bias, residual, y, partials, ready, M, N, K, groups, groupMagic, entries, scaleBits,
+         segments, stages, rangeTiles, longRanges, ranges, tokenTiles, tokenBand, wholeItems, activation});
 }

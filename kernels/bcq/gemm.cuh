@@ -1,32 +1,31 @@
 // y[M, N] = x W^T + bias for a weight of sign planes that tensor cores get as 16-bit floats, expanded in registers: what
-// does not depend on which products they are. A Products (gemm_wgmma.cu, gemm_mma.cu) multiplies.
+// does not depend on which products they are. A Products (gemm_products.cuh) multiplies.
 //
 // The problem is transposed: weights are the operand A, 16 rows a warp, tokens are the columns of B. A warp streams its
-// own n tile through a ring of its own (cp.async) and makes the tables of levels of its next tile while its products
+// own n tiles through a ring of its own (cp.async) and makes the tables of levels of its next tile while its products
 // run. Another group of four warps copies x, which bcqArrange has put in order (arrange.cuh).
 //
 //   block        groups of four consumer warps, kRowGroups of them with 64 rows each, times kPhases that take k tiles of
 //                the same rows in turn; and one group that copies x
-//   cluster      of 1 or 2 blocks, each with a part of K
-//   work         ranges of n tiles x tiles of kTokens tokens, dealt to as many blocks (clusters) as there are; token
-//                tiles fastest within bands of tokenBand, so that blocks that run together share weights and x in L2
-//   sums         of phases and parts, added in order: the same result bit for bit every time
+//   item         a range of n tiles x a tile of kTokens tokens; token tiles fastest within bands of tokenBand, so that
+//                blocks that run together share weights and x in L2
+//   work         the first wholeItems items are dealt in rounds, one a block. The k tiles of the others stand in a row, of
+//                which every block takes an equal share: the end of one item and the beginning of the next, say
+//   sums         of phases are added in order. Of an item that several blocks share, the first block adds those of the
+//                others to its own, in order: the same result bit for bit every time
 //
 //   shared memory: barriers | x [stage] | rings [warp][slot] {planes, scales} | tables [warp][2] | sums
-//                  sums [phase][token][row] fp32; of two parts in the place of x and what follows
+//                  sums [phase but the first][4 sums][thread of the phase] float4
 #pragma once
 #include "arrange.cuh"
 #include "levels.cuh"
-#include "../shared/cluster.cuh"
 #include "../shared/epilogue.cuh"
 
 constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int kTileWords = 2 * kChunkWords;  // of each lane, of a k tile
 constexpr int kPanelWords = kTileWords / kTilePanels;
 constexpr int kMostStages = QK_GEMM_MOST_STAGES, kBarrierBytes = QK_GEMM_BARRIER_BYTES;
-constexpr int kChunkTokens = QK_GEMM_CHUNK_TOKENS, kSumPadding = QK_GEMM_SUM_PADDING;  // see sums; floats behind a token's
-constexpr int kSumBatch = 4;  // pairs of sums that a thread reads at once
-constexpr int kFewParts = 2;  // of a cluster, at most
+constexpr int kSharedItems = 2;  // that a block has a share of, at most
 static_assert(2 * kMostStages * sizeof(uint64) <= kBarrierBytes, "two barriers a stage");
 
 // The parameters of a kernel.
@@ -38,6 +37,8 @@ struct GemmProblem {
     const uint16* bias;      // [N] in x's type, or null
     const uint16* residual;  // [M, N], added to the result, or null
     uint16* y;               // [M, N]
+    float* partials;         // sums of shared items [block][kSharedItems][4 sums][thread] float4
+    uint32* ready;           // warps that have written theirs, per shared item; zeros before
     int M, N, K;
     int groups;              // scale groups per row
     uint32 groupMagic;       // 2^32 over the segments of a group, rounded up; 0 for one, all of them stored
@@ -47,10 +48,11 @@ struct GemmProblem {
     int stages;              // of x
     int rangeTiles, longRanges, ranges;  // n tiles of a range, one more in the first longRanges; ranges
     int tokenTiles, tokenBand;
+    int wholeItems;          // a multiple of the blocks, or all
     int activation;          // of activation.cuh, or kNoActivation; before the residual is added
 };
 
-// What a block (cluster) works on next.
+// What of y an item is.
 struct WorkItem {
     int nTile, nTiles, tokenTile;
 };
@@ -65,18 +67,33 @@ __device__ __forceinline__ WorkItem workItem(const GemmProblem& p, int item) {
     return {range * p.rangeTiles + min(range, p.longRanges), p.rangeTiles + (range < p.longRanges), tokenTile};
 }
 
-// The work of a block: its part of K in k tiles, its items.
-struct BlockWork {
-    int kTiles, firstTile, ownTiles, firstItem, items, itemStep;
-    uint32 part, parts;
+// What a block does without a break: k tiles of an item.
+struct Segment {
+    int item, firstTile, tiles;
+};
 
-    __device__ __forceinline__ explicit BlockWork(const GemmProblem& p)
-        : kTiles((p.K + kTileK - 1) / kTileK), part(clusterRank()), parts(clusterBlocks()) {
-        const uint32 shift = parts - 1;  // a cluster has one block or two
-        firstTile = kTiles * part >> shift;
-        ownTiles = int(kTiles * (part + 1) >> shift) - firstTile;
-        firstItem = blockIdx.x >> shift, itemStep = gridDim.x >> shift;
-        items = p.ranges * p.tokenTiles;
+// The work of a block. Computed anew wherever a segment begins or ends, which is cheaper than registers.
+struct BlockWork {
+    int kTiles, rounds, shared, segments;  // rounds: of whole items; shared: k tiles of the others, of all blocks
+    int block, blocks, firstShared, endShared;
+
+    // The first one of a block's share. The products stay below 2^31: there are fewer shared items than blocks.
+    __device__ __forceinline__ int shareStart(int block) const { return shared * block / blocks; }
+    __device__ __forceinline__ int blockOf(int tile) const { return ((tile + 1) * blocks - 1) / shared; }
+
+    __device__ __forceinline__ explicit BlockWork(const GemmProblem& p) : kTiles((p.K + kTileK - 1) / kTileK) {
+        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));  // volatile: not kept
+        blocks = gridDim.x;
+        rounds = max(0, (p.wholeItems - block + blocks - 1) / blocks);
+        shared = (p.ranges * p.tokenTiles - p.wholeItems) * kTiles;
+        firstShared = shareStart(block), endShared = shareStart(block + 1);
+        segments = rounds + (endShared > firstShared ? (endShared - 1) / kTiles - firstShared / kTiles + 1 : 0);
+    }
+    __device__ __forceinline__ Segment segment(const GemmProblem& p, int index) const {
+        if (index < rounds) return {block + index * blocks, 0, kTiles};
+        const int item = firstShared / kTiles + index - rounds, start = item * kTiles;
+        const int first = max(firstShared, start), end = min(endShared, start + kTiles);
+        return {p.wholeItems + item, first - start, end - first};
     }
 };
 
@@ -90,9 +107,11 @@ struct StagePlace {
 };
 
 // Sizes of an instance.
-template <int kBits, bool kAdds, int kDtype, int kTokens_, int kRowGroups_, int kPhases_, int kSlots_>
+template <int kBits_, bool kCodes_, bool kAdds, int kDtype_, int kTokens_, int kRowGroups_, int kPhases_, int kSlots_>
 struct GemmShape {
-    using Row = Levels<kBits, kAdds, kDtype>;
+    static constexpr int kBits = kBits_, kDtype = kDtype_;
+    static constexpr bool kCodes = kCodes_;
+    using Row = Levels<kBits_, kAdds, kDtype_>;
     static constexpr int kTokens = kTokens_, kRowGroups = kRowGroups_, kPhases = kPhases_, kSlots = kSlots_;
     static constexpr int kGroups = kRowGroups * kPhases, kConsumers = kGroups * kGroupThreads;
     static constexpr int kPanels = kTokens <= 32 ? 4 : kTokens <= 64 ? 2 : 1;  // of a stage of x
@@ -100,20 +119,21 @@ struct GemmShape {
     static constexpr int kStageWords = kPanels * kPanelWords;
     static constexpr int kPlaneVectors = kBits * kWarpSize, kPlaneBytes = kPlaneVectors * kVectorBytes;
     static constexpr int kSegmentTable = kTileN * Row::kRowBytes;
-    static constexpr int kSumTokens = kTokens < kChunkTokens ? kTokens : kChunkTokens;  // whose sums leave together
 };
 
 // The group of warps that copies x.
 template <class S, class Products>
-__device__ __forceinline__ void copyX(const GemmProblem& p, const BlockWork& work, uint32 barriers) {
+__device__ __forceinline__ void copyX(const GemmProblem& p, uint32 barriers) {
     constexpr int kStageVectors = S::kStageBytes / kVectorBytes;
     typename Products::Copies copies(barriers + kBarrierBytes);
     StagePlace place{0, 1};
+    const BlockWork work(p);
     waitForPriorKernels();
-    for (int item = work.firstItem; item < work.items; item += work.itemStep) {
-        const size_t tile = size_t(workItem(p, item).tokenTile) * work.kTiles + work.firstTile;
+    for (int index = 0; index < work.segments; ++index) {
+        const Segment segment = work.segment(p, index);
+        const size_t tile = size_t(workItem(p, segment.item).tokenTile) * work.kTiles + segment.firstTile;
         const uint4* from = p.x + tile * S::kTileStages * kStageVectors;
-        for (int i = 0; i < work.ownTiles * S::kTileStages; ++i, from += kStageVectors) {
+        for (int i = 0; i < segment.tiles * S::kTileStages; ++i, from += kStageVectors) {
             barrierWait(barriers + (kMostStages + place.stage) * sizeof(uint64), place.parity);
             copies.template stage<S::kStageBytes>(from, barriers + place.stage * sizeof(uint64), place.stage, p.stages);
             place.advance(1, p.stages);

@@ -32,12 +32,13 @@ struct TilePlace {
 };
 
 // Add the products of a k tile to the sums, and make the tables of the one behind it, if there is one.
-template <class S, class Products, int kBits, bool kAdds, int kDtype>
+template <class S, class Products>
 __device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, const Consumer& own, const TilePlace& at,
-                                             uint32 slotBytes, const TableMaker<S, kBits>& maker, uint32 barriers,
+                                             uint32 slotBytes, const TableMaker<S>& maker, uint32 barriers,
                                              uint32 stages, StagePlace& place) {
+    constexpr int kBits = S::kBits;
     typename S::Row upper, lower;
-    PlaneWords<kBits> upperWords, lowerWords;
+    PlaneWords<kBits, S::kCodes> upperWords, lowerWords;
     Products products;
 #pragma unroll
     for (int word = 0; word < kTileWords; ++word) {
@@ -85,44 +86,33 @@ __device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, c
     }
 }
 
-// Turn the consumers' sums of an item into y.
-template <class S, int kDtype>
-__device__ __forceinline__ void finishItem(const float* acc, const GemmProblem& p, const Consumer& own,
-                                           const WorkItem& item, const BlockWork& work, uint32 start) {
-    const bool shared = work.parts > 1;
-    const SumPlace sums{start, shared ? S::kTokens : S::kSumTokens, S::kRowGroups * kGroupWarps * kTileN + kSumPadding};
-    const int row = own.tile * kTileN + own.lane / kTileQuads, firstToken = item.tokenTile * S::kTokens;
-    if (shared) namedSync(1, S::kConsumers);  // x and the rings are read, and the sums take their place
-#pragma unroll 1
-    for (int chunk = 0; chunk < S::kTokens; chunk += S::kSumTokens) {
-#pragma unroll
-        for (int i = 0; i < S::kTokens / 2; ++i) {  // registers have no index
-            if (i / (S::kSumTokens / 2) * S::kSumTokens != chunk) continue;
-            const int token = i / 4 * 8 + 2 * (own.lane % kTileQuads) + i % 2 - (shared ? 0 : chunk);
-            storeShared4(sums.at(own.phase, token, row + i / 2 % 2 * (kTileN / 2)), __float_as_uint(acc[i]));
-        }
-        if (shared) continue;
-        namedSync(1, S::kConsumers);
-        writeTokens<S, kDtype>(p, item, work, sums, firstToken + chunk, S::kSumTokens);
-        namedSync(1, S::kConsumers);
+// Turn the consumers' sums of a segment into y, or leave them to the block that does.
+template <class S>
+__device__ __forceinline__ void finishSegment(float* acc, const GemmProblem& p, const Consumer& own, int itemNumber,
+                                              uint32 start) {
+    const BlockWork work(p);
+    const SharedItem<S> shared(p, work, itemNumber);
+    if (work.block > shared.first) {
+        shared.leave(acc, p, work);
+        return;
     }
-    if (!shared) return;
-    clusterSync();
-    writeTokens<S, kDtype>(p, item, work, sums, firstToken, S::kTokens);
-    clusterSync();  // the other block has read this one's sums
+    if (shared.last > shared.first) shared.collect(acc, p, work);
+    if constexpr (S::kPhases > 1) addPhases<S>(acc, own.phase, start);
+    const WorkItem item = workItem(p, itemNumber);
+    if (own.phase > 0 || own.tile >= item.nTiles) return;
+    writeTile<S>(acc, p, item.nTile + own.tile, item.tokenTile * S::kTokens, own.lane);
 }
 
 // Products: kCollective, whether the four warps of a group multiply together; kCopyArrivals, threads that arrive for a
 // stage of x; copies(warp), whether a thread of the copying group copies; Copies, how; registers<groups, consumes>(), a
 // warp's share of the registers; take() a stage; add() four registers of A times 16 columns of it, fence() before and
 // commit() behind such; wait<n>() for all but the last n commits.
-template <class S, class Products, int kBits, bool kAdds, int kDtype>
+template <class S, class Products>
 __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     extern __shared__ unsigned char dynamicShared[];
     const uint32 barriers = (sharedAddress(dynamicShared) + kBarrierBytes - 1) & ~uint32(kBarrierBytes - 1);
     const uint32 stages = barriers + kBarrierBytes, rings = stages + p.stages * S::kStageBytes;
     const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0), lane = threadIdx.x % kWarpSize;
-    const BlockWork work(p);
     if (threadIdx.x < p.stages) {
         barrierInit(barriers + threadIdx.x * sizeof(uint64), Products::kCopyArrivals);
         barrierInit(barriers + (kMostStages + threadIdx.x) * sizeof(uint64),
@@ -132,15 +122,14 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     allowNextKernel();
     if (warp >= S::kGroups * kGroupWarps) {
         Products::template registers<S::kGroups, false>();
-        if (Products::copies(warp % kGroupWarps)) copyX<S, Products>(p, work, barriers);
+        if (Products::copies(warp % kGroupWarps)) copyX<S, Products>(p, barriers);
         __syncwarp();
-        if (work.parts > 1) clusterSync(), clusterSync();  // those of finishItem
         return;
     }
 
     Products::template registers<S::kGroups, true>();
     const Consumer own = Consumer::of<Products::kCollective, S::kRowGroups>(warp, lane);
-    WeightRing<S> ring(p, work, own.phase, own.tile);
+    WeightRing<S> ring(p, own.phase, own.tile);
     const uint32 tableBytes = p.segments * S::kSegmentTable, allTables = rings + S::kGroups * kGroupWarps * ring.bytes();
     TilePlace at;
     at.slot = at.firstSlot = rings + warp * ring.bytes(), at.endSlot = at.firstSlot + ring.bytes();
@@ -148,26 +137,30 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     uint32 laneBytes = lane * kVectorBytes;
     keepInRegister(laneBytes);
     ring.begin(at.firstSlot, laneBytes);
-    const uint32 sums = work.parts > 1 ? stages : allTables + S::kGroups * kGroupWarps * 2 * tableBytes;
-    const TableMaker<S, kBits> maker(p, lane);
-    StagePlace first{0, 0};  // of the item
-    for (int i = work.firstItem; i < work.items; i += work.itemStep) {
-        float acc[S::kTokens / 2] = {};
-        StagePlace place = first;
-        place.advance(own.phase * S::kTileStages, p.stages);
-        copyWait<S::kSlots - 2>();
-        __syncwarp();
-        maker.make(at.slot + S::kPlaneBytes, at.tables);
+    const uint32 sums = allTables + S::kGroups * kGroupWarps * 2 * tableBytes;
+    const TableMaker<S> maker(p, lane);
+    copyWait<S::kSlots - 2>();
+    __syncwarp();
+    maker.make(at.slot + S::kPlaneBytes, at.tables);
+    StagePlace place{0, 0};
+    place.advance(own.phase * S::kTileStages, p.stages);
+    int k = own.phase;  // phases take the block's k tiles in turn, across its segments
 #pragma unroll 1
-        for (int k = own.phase; k < work.ownTiles; k += S::kPhases) {
+    for (int index = 0;; ++index) {
+        const BlockWork work(p);
+        if (index >= work.segments) break;
+        const Segment segment = work.segment(p, index);
+        float acc[S::kTokens / 2] = {};
+#pragma unroll 1
+        for (; k < segment.tiles; k += S::kPhases) {
             ring.fetch();
             __syncwarp();
-            multiplyTile<S, Products, kBits, kAdds, kDtype>(acc, p, own, at, ring.slotBytes, maker, barriers, stages, place);
+            multiplyTile<S, Products>(acc, p, own, at, ring.slotBytes, maker, barriers, stages, place);
             at.advance(ring.slotBytes);
             place.advance((S::kPhases - 1) * S::kTileStages, p.stages);
         }
-        first.advance(work.ownTiles * S::kTileStages, p.stages);
-        if (i == work.firstItem) waitForPriorKernels();  // which may read y or write the residual
-        finishItem<S, kDtype>(acc, p, own, workItem(p, i), work, sums);
+        k -= segment.tiles;
+        if (index == 0) waitForPriorKernels();  // which may read y, write the residual or use the partials' memory
+        finishSegment<S>(acc, p, own, segment.item, sums);
     }
 }

@@ -3,6 +3,16 @@
 #include "gemm.cuh"
 #include "../shared/wgmma.cuh"
 
+// A warp's registers: what a launch allots, in steps of 8, less what the copying warps keep. More is never handed out.
+template <int kGroups, bool kConsumes>
+__device__ __forceinline__ void shareRegisters() {
+    constexpr int kAll = QK_PROCESSOR_REGISTERS, kMost = 240, kStep = 8, kKept = kGroups <= 3 ? 40 : 24;
+    constexpr int kLaunched = kAll / (kGroupThreads * (kGroups + 1)) / kStep * kStep;
+    constexpr int kShare = (kLaunched * (kGroups + 1) - kKept) / kGroups / kStep * kStep;
+    if constexpr (kConsumes) takeRegisters<(kShare < kMost ? kShare : kMost)>();
+    else giveRegisters<kKept>();
+}
+
 template <int kDtype, int kTokens>
 struct WarpgroupProducts {
     static constexpr bool kCollective = true;
@@ -20,23 +30,17 @@ struct WarpgroupProducts {
     };
     static __device__ __forceinline__ bool copies(int warp) { return warp == 0 && electLane(); }
 
-    // What a launch allots, in steps of 8, less what the copying warps keep: more is never handed out.
     template <int kGroups, bool kConsumes>
-    static __device__ __forceinline__ void registers() {
-        constexpr int kAll = QK_PROCESSOR_REGISTERS, kMost = 240, kStep = 8, kKept = kGroups <= 3 ? 40 : 24;
-        constexpr int kLaunched = kAll / (kGroupThreads * (kGroups + 1)) / kStep * kStep;
-        constexpr int kShare = (kLaunched * (kGroups + 1) - kKept) / kGroups / kStep * kStep;
-        if constexpr (kConsumes) takeRegisters<(kShare < kMost ? kShare : kMost)>();
-        else giveRegisters<kKept>();
-    }
+    static __device__ __forceinline__ void registers() { shareRegisters<kGroups, kConsumes>(); }
 
-    uint32 start;  // of a stage, as descriptors count
+    uint32 start;  // lower half of the descriptor of a stage
 
-    __device__ __forceinline__ void take(uint32 stage, int) { start = (stage & 0x3FFFF) >> 4; }
+    __device__ __forceinline__ void take(uint32 stage, int) { start = uint32(operandDescriptor(0)) | (stage & 0x3FFFF) >> 4; }
     __device__ __forceinline__ void fence() { productFence(); }
     __device__ __forceinline__ void add(float* acc, uint32 a0, uint32 a1, uint32 a2, uint32 a3, int panel, int step) {
         const uint32 bytes = panel * kTokens * kPanelRowBytes + step * kWgmmaDepthBytes;
-        RegisterProduct<kDtype, kTokens>::add(acc, a0, a1, a2, a3, operandDescriptor(0) | (start + (bytes >> 4)));
+        constexpr uint64 kUpper = operandDescriptor(0) >> 32 << 32;
+        RegisterProduct<kDtype, kTokens>::add(acc, a0, a1, a2, a3, kUpper | (start + (bytes >> 4)));
     }
     __device__ __forceinline__ void commit() { productCommit(); }
     template <int kPending>
@@ -73,15 +77,20 @@ struct WarpProducts {
 
     // Lane l points at row l % 8 of matrix l / 8: two of columns 0-7 and 8-15 of 8 tokens, then of the next 8.
     __device__ __forceinline__ void take(uint32 stage, int lane) {
-        start = stage + (lane % 8 + lane / 16 * 8) * kPanelRowBytes;
+        start = stage + (lane % 8 + (kTokenTiles > 1 ? lane / 16 * 8 : 0)) * kPanelRowBytes;
         swizzle = (lane / 8 % 2 ^ lane % 8) * kVectorBytes;
     }
     __device__ __forceinline__ void fence() {}
     __device__ __forceinline__ void add(float* acc, uint32 a0, uint32 a1, uint32 a2, uint32 a3, int panel, int step) {
         const uint32 from = start + panel * kTokens * kPanelRowBytes + (swizzle ^ step * 2 * kVectorBytes);
         const uint4 a = make_uint4(a0, a1, a2, a3);
+        if constexpr (kTokenTiles == 1) {
+            const uint2 b = loadTwoMatrices(from);
+            shortMma16<kDtype>(acc, a, b.x, b.y);
+            return;
+        }
 #pragma unroll
-        for (int j = 0; j < kTokenTiles; j += 2) {
+        for (int j = 0; j + 1 < kTokenTiles; j += 2) {
             const uint4 b = loadMatrices(from + j * 8 * kPanelRowBytes);
             shortMma16<kDtype>(acc + j * 4, a, b.x, b.y);
             shortMma16<kDtype>(acc + (j + 1) * 4, a, b.z, b.w);

@@ -1,65 +1,126 @@
-// How the sums of a fused product become y (gemm.cuh): added over phases and parts in order, finished, written.
+// How the sums of a fused product become y (gemm.cuh): added over blocks and phases in order, finished, written.
 #pragma once
 #include "gemm.cuh"
 
-// Where the consumers' sums stand, [phase][token][row].
-struct SumPlace {
-    uint32 start;   // shared address
-    int tokens;     // whose sums stand there at once
-    int stride;     // floats from a token's to the next one's
+// An item that several blocks share: the first of them has its first k tiles, which it multiplies last of all. The others
+// multiply their parts first, and leave the sums in memory, every thread its own.
+template <class S>
+struct SharedItem {
+    int first, last, item;  // blocks; item: from the first shared one on
 
-    __device__ __forceinline__ uint32 at(int phase, int token, int row) const {
-        return start + ((phase * tokens + token) * stride + row) * sizeof(float);
+    __device__ __forceinline__ SharedItem(const GemmProblem& p, const BlockWork& work, int item)
+        : item(item - p.wholeItems) {
+        first = last = work.block;
+        if (this->item < 0) return;
+        first = work.blockOf(this->item * work.kTiles), last = work.blockOf((this->item + 1) * work.kTiles - 1);
+    }
+    // Of a block's sums: four of this thread, S::kConsumers vectors from its next four.
+    __device__ __forceinline__ float4* of(const GemmProblem& p, const BlockWork& work, int block) const {
+        const int place = block * kSharedItems + item - work.shareStart(block) / work.kTiles;
+        return reinterpret_cast<float4*>(p.partials) + size_t(place) * (S::kTokens / 8) * S::kConsumers + threadIdx.x;
+    }
+    // By a block that is not the first.
+    __device__ __forceinline__ void leave(const float* acc, const GemmProblem& p, const BlockWork& work) const {
+        float4* to = of(p, work, work.block);
+#pragma unroll
+        for (int i = 0; i < S::kTokens / 8; ++i) {
+            __stcg(to + i * S::kConsumers, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
+        }
+        __syncwarp();
+        if (threadIdx.x % kWarpSize == 0) releaseCount(p.ready + item);
+    }
+    // By the first block: its sums and those of the others, in order.
+    __device__ __forceinline__ void collect(float* acc, const GemmProblem& p, const BlockWork& work) const {
+        const uint32 all = (last - first) * (S::kConsumers / kWarpSize);
+        while (acquireCount(p.ready + item) < all) {
+        }
+        __syncwarp();
+#pragma unroll 1
+        for (int block = first + 1; block <= last; ++block) {
+            const float4* from = of(p, work, block);
+#pragma unroll
+            for (int i = 0; i < S::kTokens / 8; ++i) {
+                const float4 part = __ldcg(from + i * S::kConsumers);
+                acc[4 * i] += part.x, acc[4 * i + 1] += part.y, acc[4 * i + 2] += part.z, acc[4 * i + 3] += part.w;
+            }
+        }
     }
 };
 
-// Two neighbouring rows' sum over phases and parts.
-template <int kPhases>
-__device__ __forceinline__ float2 pairSum(const SumPlace& sums, uint32 parts, int token, int row) {
-    float2 sum{};
-    for (uint32 part = 0; part < parts; ++part) {
-        for (int phase = 0; phase < kPhases; ++phase) {
-            const uint32 from = sums.at(phase, token, row);
-            const float2 term = parts > 1 ? loadRemote8(from, part) : loadShared8(from);
-            sum.x += term.x, sum.y += term.y;
+// Add the sums of all phases, in order, to those of the first. start: shared address of where the others leave theirs.
+template <class S>
+__device__ __forceinline__ void addPhases(float* acc, int phase, uint32 start) {
+    constexpr int kThreads = S::kConsumers / S::kPhases, kVectors = S::kTokens / 8;
+    const uint32 own = start + threadIdx.x % kThreads * kVectorBytes;
+    if (phase > 0) {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+            const uint32 place = ((phase - 1) * kVectors + i) * kThreads * kVectorBytes;
+            storeShared16(own + place, make_uint4(__float_as_uint(acc[4 * i]), __float_as_uint(acc[4 * i + 1]),
+                                                  __float_as_uint(acc[4 * i + 2]), __float_as_uint(acc[4 * i + 3])));
         }
     }
-    return sum;
-}
-
-template <int kDtype>
-__device__ __forceinline__ void writeElement(const GemmProblem& p, float sum, int m, int n) {
-    if (p.scaleBits == 8) sum *= rowFactor<8>(p.factors, n / kTileN, n % kTileN);
-    if (p.bias) sum += shortToFloat(p.bias[n], kDtype);
-    const size_t at = size_t(m) * p.N + n;
-    const float kept = p.residual ? shortToFloat(p.residual[at], kDtype) : 0.0f;
-    p.y[at] = withEpilogue(sum, p.activation, p.residual, kept, kDtype);
-}
-
-// Finish the block's share of the rows, for `tokens` tokens from firstToken on. Neighbouring threads have neighbouring
-// rows, kSumBatch pairs of them each so that several reads are on their way.
-template <class S, int kDtype>
-__device__ __forceinline__ void writeTokens(const GemmProblem& p, const WorkItem& item, const BlockWork& work,
-                                            const SumPlace& sums, int firstToken, int tokens) {
-    constexpr int kPair = 2;
-    const int halves = item.nTiles * (kTileN / kPair), firstN = item.nTile * kTileN;
-    const int firstRow = int(halves * work.part / work.parts) * kPair;
-    const int endRow = min(p.N - firstN, int(halves * (work.part + 1) / work.parts) * kPair);
-    const int pairs = (endRow - firstRow + 1) / kPair, count = min(tokens, p.M - firstToken) * pairs;
-    for (int first = threadIdx.x; first < count; first += kSumBatch * S::kConsumers) {
-        float2 sum[kSumBatch];
-        int token[kSumBatch], row[kSumBatch];
+    namedSync(1, S::kConsumers);
+    if (phase == 0) {
+#pragma unroll 1
+        for (int other = 0; other < S::kPhases - 1; ++other) {
 #pragma unroll
-        for (int b = 0; b < kSumBatch; ++b) {
-            const int place = min(first + b * S::kConsumers, count - 1);
-            token[b] = place / pairs, row[b] = firstRow + (place - token[b] * pairs) * kPair;
-            sum[b] = pairSum<S::kPhases>(sums, work.parts, token[b], row[b]);
+            for (int i = 0; i < kVectors; ++i) {
+                const uint4 part = loadShared16(own + (other * kVectors + i) * kThreads * kVectorBytes);
+                acc[4 * i] += __uint_as_float(part.x), acc[4 * i + 1] += __uint_as_float(part.y);
+                acc[4 * i + 2] += __uint_as_float(part.z), acc[4 * i + 3] += __uint_as_float(part.w);
+            }
         }
+    }
+    namedSync(1, S::kConsumers);  // before the next segment's sums take their place
+}
+
+// Two neighbouring elements of y, `pair` before the epilogue, from column n of row m on.
+template <int kDtype>
+__device__ __forceinline__ void writePair(const GemmProblem& p, uint32 pair, int m, int n) {
+    uint16* y = p.y + size_t(m) * p.N + n;
+    if (p.N % 2 == 0) {
+        *reinterpret_cast<uint32*>(y) = pair;
+    } else {
+        y[0] = uint16(pair);
+        if (n + 1 < p.N) y[1] = uint16(pair >> 16);
+    }
+}
+
+// A warp's sums of an n tile -> y. A lane's sums are of two tokens and rows g, g + 8; transposed, of one token and
+// neighbouring rows.
+template <class S>
+__device__ __forceinline__ void writeTile(const float* acc, const GemmProblem& p, int nTile, int firstToken, int lane) {
+    constexpr int kDtype = S::kDtype, kHalf = kTileN / kLaneRows;
+    const int g = lane / kTileQuads, t = lane % kTileQuads, column = nTile * kTileN + 2 * t;
+    float factor[kLaneRows], bias[kLaneRows];
 #pragma unroll
-        for (int b = 0; b < kSumBatch; ++b) {
-            if (first + b * S::kConsumers >= count) break;
-            writeElement<kDtype>(p, sum[b].x, firstToken + token[b], firstN + row[b]);
-            if (row[b] + 1 < endRow) writeElement<kDtype>(p, sum[b].y, firstToken + token[b], firstN + row[b] + 1);
+    for (int r = 0; r < kLaneRows; ++r) {
+        const int n = nTile * kTileN + r * kHalf + g;
+        factor[r] = p.scaleBits == 8 ? rowFactor<8>(p.factors, nTile, r * kHalf + g) : 1.0f;
+        bias[r] = p.bias && n < p.N ? shortToFloat(p.bias[n], kDtype) : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < S::kTokens / 8; ++j) {
+        if (firstToken + 8 * j >= p.M) break;
+#pragma unroll
+        for (int r = 0; r < kLaneRows; ++r) {
+            const float* sum = acc + 4 * j + 2 * r;
+            const uint32 pair = transposed(packPair<kDtype>(sum[0] * factor[r] + bias[r], sum[1] * factor[r] + bias[r]));
+            const int m = firstToken + 8 * j + g, n = column + r * kHalf;
+            if (m < p.M && n < p.N) writePair<kDtype>(p, pair, m, n);
+        }
+    }
+    if (p.activation == kNoActivation && !p.residual) return;
+#pragma unroll 1
+    for (int m = firstToken + g; m < min(p.M, firstToken + S::kTokens); m += 8) {  // what this lane has written
+#pragma unroll 1
+        for (int i = 0; i < 2 * kLaneRows; ++i) {
+            const int n = column + i / 2 * kHalf + i % 2;
+            if (n >= p.N) continue;
+            const size_t at = size_t(m) * p.N + n;
+            const float kept = p.residual ? shortToFloat(p.residual[at], kDtype) : 0.0f;
+            p.y[at] = withEpilogue(shortToFloat(p.y[at], kDtype), p.activation, p.residual, kept, kDtype);
         }
     }
 }

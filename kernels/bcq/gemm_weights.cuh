@@ -2,72 +2,78 @@
 #pragma once
 #include "gemm.cuh"
 
-// What a consumer warp reads of the weight: the k tiles of its n tile, then those of the next item's.
+// What a consumer warp reads of the weight: the k tiles of its n tile in every segment.
 template <class S>
 struct WeightRing {
+    static constexpr int kNever = 1 << 30;
     const GemmProblem& p;
-    const BlockWork& work;
-    const int phase, tile;                // tile: the warp's n tile within a range
-    const uint32 groupVectors, scaleVectors, slotBytes;
+    const int tile;                       // the warp's n tile within a range
+    const uint32 slotBytes;
     uint32 fill, start, end;              // of the slots; plus the lane's bytes in a register, as NVRTC 13.0 builds no
                                           // valid copy to an address that is partly uniform
     const uint4 *planes, *scales;         // of the next tile, plus the lane; scales of the n tile where groups differ
-    int item, kTile;
+    int index, firstTile, tiles, kTile;   // of the segment, of its k tiles
     bool present;
 
-    __device__ __forceinline__ WeightRing(const GemmProblem& p, const BlockWork& work, int phase, int tile)
-        : p(p), work(work), phase(phase), tile(tile), groupVectors(p.entries * p.scaleBits / kBitsPerByte),
-          scaleVectors(p.segments * groupVectors), slotBytes(S::kPlaneBytes + scaleVectors * kVectorBytes),
-          item(work.firstItem) {}
+    __device__ __forceinline__ WeightRing(const GemmProblem& p, int phase, int tile)
+        : p(p), tile(tile), slotBytes(S::kPlaneBytes + scaleVectors() * kVectorBytes), index(-1), tiles(0), kTile(phase) {}
 
+    __device__ __forceinline__ uint32 groupVectors() const { return p.entries * p.scaleBits / kBitsPerByte; }
+    __device__ __forceinline__ uint32 scaleVectors() const { return p.segments * groupVectors(); }
     __device__ __forceinline__ uint32 bytes() const { return S::kSlots * slotBytes; }
     __device__ __forceinline__ void begin(uint32 ring, uint32 laneBytes) {
         fill = start = ring + laneBytes;
         end = start + bytes();
-        if (item < work.items) enterItem();
+        enterNext();
 #pragma unroll 1
         for (int i = 0; i < S::kSlots - 1; ++i) fetch();
     }
-    __device__ __forceinline__ void enterItem() {
-        const WorkItem next = workItem(p, item);
-        const uint32 lane = threadIdx.x % kWarpSize, first = work.firstTile + phase;
-        present = tile < next.nTiles && phase < work.ownTiles;
+    // The next segment that has a k tile for this phase.
+    __device__ __forceinline__ void enterNext() {
+        const BlockWork work(p);
+        Segment segment{0, 0, tiles};
+        do {
+            kTile -= segment.tiles;
+            if (++index >= work.segments) {
+                present = false, tiles = kNever;
+                return;
+            }
+            segment = work.segment(p, index);
+        } while (kTile >= segment.tiles);
+        const WorkItem next = workItem(p, segment.item);
+        const uint32 lane = threadIdx.x % kWarpSize, first = segment.firstTile + kTile;
+        firstTile = segment.firstTile, tiles = segment.tiles;
+        present = tile < next.nTiles;
         const size_t own = next.nTile + (present ? tile : 0);
         planes = p.tiles + (own * work.kTiles + first) * S::kPlaneVectors + lane;
-        scales = p.scales + own * p.groups * groupVectors + (p.groupMagic == 0 ? first * scaleVectors + lane : 0);
-        kTile = phase;
+        scales = p.scales + own * p.groups * groupVectors() + (p.groupMagic == 0 ? first * scaleVectors() + lane : 0);
     }
     __device__ __forceinline__ void copyScales(uint32 lane) {
-        const uint32 target = fill + S::kPlaneBytes;
+        const uint32 target = fill + S::kPlaneBytes, vectors = scaleVectors();
         if (p.groupMagic == 0) {
 #pragma unroll 1
-            for (uint32 v = 0; lane + v < scaleVectors; v += kWarpSize) copyAsync16(target + v * kVectorBytes, scales + v);
-            scales += S::kPhases * scaleVectors;
+            for (uint32 v = 0; lane + v < vectors; v += kWarpSize) copyAsync16(target + v * kVectorBytes, scales + v);
+            scales += S::kPhases * vectors;
             return;
         }
 #pragma unroll 1
-        for (uint32 v = lane; v < scaleVectors; v += kWarpSize) {
-            const uint32 segment = v / groupVectors, place = (work.firstTile + kTile) * p.segments + segment;
+        for (uint32 v = lane; v < vectors; v += kWarpSize) {
+            const uint32 part = v / groupVectors(), place = (firstTile + kTile) * p.segments + part;
             const uint32 group = min(__umulhi(place, p.groupMagic), uint32(p.groups) - 1);
-            copyAsync16(target + (v - lane) * kVectorBytes, scales + (group * groupVectors + v - segment * groupVectors));
+            copyAsync16(target + (v - lane) * kVectorBytes, scales + (group - part) * groupVectors() + v);
         }
     }
     // Fill the next slot with the next tile, if there is one.
     __device__ __forceinline__ void fetch() {
-        if (item < work.items) {
-            if (present) {
+        if (present) {
 #pragma unroll
-                for (int i = 0; i < S::kPlaneVectors; i += kWarpSize) copyAsyncOnce16(fill + i * kVectorBytes, planes + i);
-                planes += S::kPhases * S::kPlaneVectors;
-                copyScales(threadIdx.x % kWarpSize);
-            }
-            kTile += S::kPhases;
-            if (kTile >= work.ownTiles) {
-                item += work.itemStep;
-                if (item < work.items) enterItem();
-            }
+            for (int i = 0; i < S::kPlaneVectors; i += kWarpSize) copyAsyncOnce16(fill + i * kVectorBytes, planes + i);
+            planes += S::kPhases * S::kPlaneVectors;
+            copyScales(threadIdx.x % kWarpSize);
         }
         copyCommit();
+        kTile += S::kPhases;
+        if (kTile >= tiles) enterNext();
         fill += slotBytes;
         if (fill == end) fill = start;
     }
@@ -75,8 +81,9 @@ struct WeightRing {
 
 // The tables of a tile's 16 rows, made by a warp: a lane those of one row for every second segment. Where there is one
 // segment, two lanes make the same.
-template <class S, int kBits>
+template <class S>
 struct TableMaker {
+    static constexpr int kBits = S::kBits;
     const int row, entries, scaleBits, rounds;
     uint32 entry, table, nextEntry;  // bytes: from a slot's scales and from the tables to the lane's first; to its next
 

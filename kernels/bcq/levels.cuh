@@ -9,22 +9,15 @@
 // levels are added. A word is what is expanded at once: eight of the 32 columns of a lane, four pairs (arrange.cuh).
 // Every level and every sum rounds to the type of x.
 #pragma once
-#include "tiles.cuh"
+#include "level_codes.cuh"
 #include "../shared/mma.cuh"
 
 constexpr int kChunkWords = 4, kWordPairs = 4;  // words of a lane's 32 columns; pairs of a word
-constexpr int kBlockPlanes = 4;                 // of the first block, at most
 constexpr uint32 kIndexBits = 0x77777777u, kByteSigns = 0x80808080u, kPairSigns = 0x80008000u;
-constexpr uint32 kEvenBits = 0x55555555u, kEvenPairs = 0x33333333u, kNibbleOnes = 0x11111111u;
+constexpr uint32 kEvenPairs = 0x33333333u;
 // Two planes: a code of two bits in the low bits of every byte, and what makes of it the selector of a low byte from the
 // table's first register and of a high byte from its second.
 constexpr uint32 kByteCodes = 0x03030303u, kTwoNibbles = 0x11u, kHighBytes = 0x40404040u;
-
-constexpr int firstPlanes(int bits) { return bits < kBlockPlanes ? bits : kBlockPlanes; }
-constexpr int secondPlanes(int bits) { return bits - firstPlanes(bits); }
-
-// Bits of a where mask is 1, of b elsewhere.
-__device__ __forceinline__ uint32 pick(uint32 a, uint32 b, uint32 mask) { return (a & mask) | (b & ~mask); }
 
 // The levels of a block of planes by pattern: low bytes in x and y, high bytes in z and w. Of four planes those with
 // plane 0 positive and without the offset.
@@ -48,39 +41,53 @@ __device__ __forceinline__ uint4 levelTable(const float* scale, float offset) {
                       __byte_perm(pair[0], pair[1], 0x7531), __byte_perm(pair[2], pair[3], 0x7531));
 }
 
-// A block of planes of one row's 32 columns, from which the selector of a word is a few instructions.
-template <int kPlanes>
+// A block of planes of one row's 32 columns, from which the selector of a word is a few instructions, and fewer where it
+// stands in memory as codes (level_codes.cuh).
+template <int kPlanes, bool kCodes>
 struct PlaneBlock {
-    uint32 even, odd, third, sign;  // even, odd: two planes at even and at odd columns, a pair of bits each
+    static constexpr int kWords = kCodes ? kPlanes : 4;
+    // Codes; or even, odd: two planes at even and at odd columns, a pair of bits each; the third plane; plane 0 of four.
+    uint32 words[kWords];
 
     __device__ __forceinline__ void take(const uint32* planes) {
-        if constexpr (kPlanes == 1) {
-            even = planes[0];
-            return;
-        }
-        uint32 own[3];  // planes, or where planes 1 to 3 agree with plane 0
+        if constexpr (kCodes || kPlanes == 1) {
 #pragma unroll
-        for (int i = 0; i < 3; ++i) {
-            if constexpr (kPlanes == 4) own[i] = planes[i + 1] ^ ~planes[0];
-            else own[i] = i < kPlanes ? planes[i] : 0;
+            for (int i = 0; i < kPlanes; ++i) words[i] = planes[i];
+            return;
+        } else {
+            uint32 own[3];  // planes, or where planes 1 to 3 agree with plane 0
+#pragma unroll
+            for (int i = 0; i < 3; ++i) {
+                if constexpr (kPlanes == 4) own[i] = planes[i + 1] ^ ~planes[0];
+                else own[i] = i < kPlanes ? planes[i] : 0;
+            }
+            words[0] = pick(own[0], own[1] << 1, kEvenBits);
+            words[1] = pick(own[0] >> 1, own[1], kEvenBits);
+            words[2] = own[2];
+            if constexpr (kPlanes == 4) words[3] = planes[0];
         }
-        even = pick(own[0], own[1] << 1, kEvenBits);
-        odd = pick(own[0] >> 1, own[1], kEvenBits);
-        third = own[2];
-        if constexpr (kPlanes == 4) sign = planes[0];
     }
     // Nibble m: the pattern of column 4 m + s.
     __device__ __forceinline__ uint32 selector(int s) const {
-        if constexpr (kPlanes == 1) return (even >> s) & kNibbleOnes;
-        const uint32 two = (s % 2 ? odd : even) >> (s / 2 * 2);
-        if constexpr (kPlanes == 2) return two & kEvenPairs;
-        const uint32 last = s < 2 ? third << (2 - s) : third >> (s - 2);
-        return pick(two, last, kEvenPairs) & kIndexBits;
+        if constexpr (kPlanes == 1) return (words[0] >> s) & kNibbleOnes;
+        if constexpr (kPlanes == 2) return words[s % 2] >> (s / 2 * 2) & kEvenPairs;
+        if constexpr (kPlanes >= 3 && kCodes) {
+            if (kPlanes == 3 && s == 3) {
+                return (words[0] >> 3 & kNibbleOnes) | (words[1] >> 2 & kNibbleOnes << 1) |
+                       (words[2] >> 1 & kNibbleOnes << 2);
+            }
+            return words[s] & kIndexBits;
+        } else if constexpr (kPlanes >= 3) {
+            const uint32 two = words[s % 2] >> (s / 2 * 2);
+            const uint32 last = s < 2 ? words[2] << (2 - s) : words[2] >> (s - 2);
+            return pick(two, last, kEvenPairs) & kIndexBits;
+        }
     }
     // The top bits of four bytes: whether plane 0 is negative at the columns of nibbles 0 to 3 or, of the upper half, 4
     // to 7.
     __device__ __forceinline__ uint32 negative(int s, bool upper) const {
-        const uint32 evens = sign << (7 - s), odds = sign << (3 - s);
+        if constexpr (kCodes) return (upper ? words[s] << 4 : words[s]) & kByteSigns;
+        const uint32 evens = words[3] << (7 - s), odds = words[3] << (3 - s);
         return ~__byte_perm(evens, odds, upper ? 0x7362 : 0x5140) & kByteSigns;
     }
     __device__ __forceinline__ void expand(const uint4& table, int s, uint32 (&pairs)[kWordPairs]) const {
@@ -138,10 +145,10 @@ struct Levels {
 };
 
 // One row's 32 columns.
-template <int kBits>
+template <int kBits, bool kCodes>
 struct PlaneWords {
-    PlaneBlock<firstPlanes(kBits)> first;
-    PlaneBlock<(kBits > kBlockPlanes ? secondPlanes(kBits) : 1)> second;
+    PlaneBlock<firstPlanes(kBits), kCodes> first;
+    PlaneBlock<(kBits > kBlockPlanes ? secondPlanes(kBits) : 1), kCodes> second;
 
     __device__ __forceinline__ void take(const uint32 (&planes)[kBits]) {
         first.take(planes);
@@ -154,14 +161,14 @@ struct PlaneWords {
         if constexpr (kBits == 1) {
 #pragma unroll
             for (int i = 0; i < kWordPairs; ++i) {  // columns 4 s + i and 16 further
-                pairs[i] = ((first.even << (15 - kWordPairs * s - i)) & kPairSigns) ^ levels.first.x;
+                pairs[i] = ((first.words[0] << (15 - kWordPairs * s - i)) & kPairSigns) ^ levels.first.x;
                 if constexpr (kAdds) pairs[i] = addPairs<kDtype>(pairs[i], levels.first.y);
             }
         } else if constexpr (kBits == 2) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int place = 2 * s + i;  // of four columns: a code of two bits in every byte
-                const uint32 codes = ((place / 4 ? first.odd : first.even) >> place % 4 * 2) & kByteCodes;
+                const uint32 codes = (first.words[place / 4] >> place % 4 * 2) & kByteCodes;
                 const uint32 selector = codes * kTwoNibbles + kHighBytes;
                 pairs[2 * i] = selectBytes(levels.first.x, levels.first.y, selector);
                 pairs[2 * i + 1] = selectBytes(levels.first.x, levels.first.y, upperHalf(selector));

@@ -218,6 +218,17 @@ __device__ __forceinline__ void waitForPriorKernels() {
 #endif
 }
 
+// A count in global memory by which blocks wait for each other: add one behind all that this thread wrote or saw written;
+// read it ahead of what it allows to be read.
+__device__ __forceinline__ void releaseCount(uint32* count) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+__device__ __forceinline__ uint32 acquireCount(const uint32* count) {
+    uint32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+    return value;
+}
+
 // Under a programmatic dependent launch: let the next kernel's blocks start once every block said so or ended.
 __device__ __forceinline__ void allowNextKernel() {
 #if QK_OVERLAP
@@ -295,6 +306,13 @@ __device__ __forceinline__ uint2 loadTwoMatrices(uint32 shared) {
                  : "r"(shared)
                  : "memory");
     return m;
+}
+
+// An 8 x 8 matrix of 16-bit elements, lane 4 g + t with columns 2 t and 2 t + 1 of row g, transposed.
+__device__ __forceinline__ uint32 transposed(uint32 pair) {
+    uint32 result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+    return result;
 }
 
 // Memory barriers at a shared address, on every GPU here; wgmma.cuh has what only Hopper does with them. They keep their

@@ -10,7 +10,7 @@ constexpr int kSwizzleBytes = 128;    // a row of a shared-memory operand; its 1
 enum ProductKind : int { kBinary = 0, kUnsignedBytes = 1 };
 
 // Descriptor of a K-major operand at a shared address: rows of 128 bytes, 128-byte swizzle, 8 rows = 1024 bytes.
-__device__ __forceinline__ uint64 operandDescriptor(uint32 shared) {
+__device__ __forceinline__ constexpr uint64 operandDescriptor(uint32 shared) {
     constexpr uint64 kLeading = uint64(1) << 16;       // ignored under a swizzle
     constexpr uint64 kStride = uint64(1024 >> 4) << 32;  // from 8 rows to the next 8
     constexpr uint64 kSwizzle128 = uint64(1) << 62;
@@ -154,6 +154,7 @@ __device__ __forceinline__ void takeRegisters() {
 #define WG_L4 "%0,%1,%2,%3"
 #define WG_L8 WG_L4 ",%4,%5,%6,%7"
 #define WG_L16 WG_L8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define WG_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WG_F8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
@@ -172,6 +173,7 @@ struct RegisterProduct;
         } \
     };
 #define WG_REGISTERS_BOTH(...) WG_REGISTERS(kFloat16, "f16", __VA_ARGS__) WG_REGISTERS(kBfloat16, "bf16", __VA_ARGS__)
+WG_REGISTERS_BOTH(8, WG_L4, 4, 5, 6, 7, 8, WG_F4(0))
 WG_REGISTERS_BOTH(16, WG_L8, 8, 9, 10, 11, 12, WG_F8(0))
 WG_REGISTERS_BOTH(32, WG_L16, 16, 17, 18, 19, 20, WG_F8(0), WG_F8(8))
 WG_REGISTERS_BOTH(64, WG_L32, 32, 33, 34, 35, 36, WG_F32(0))

@@ -196,10 +196,11 @@ def implementation(module: QuantizedLinear, x: Tensor) -> str:
 
 
 def _bcq_kernel(module: QuantizedLinear, x: Tensor) -> str:
+    from quantkit.nn.bcq_linear import prepared_weight
     from quantkit.ops.bcq.autotune import choose
 
-    spec = module.spec
-    return choose(x, spec.weight_bits, module.out_features, spec.group_size, spec.scale_bits)
+    spec, weight = module.spec, prepared_weight(module.spec, module.held, module.shape)
+    return choose(x, spec.weight_bits, module.out_features, spec.group_size, spec.scale_bits, codes=weight.codes)
 
 
 def _bipolar_kernel(module: QuantizedLinear, x: Tensor) -> str:

@@ -35,6 +35,7 @@ from quantkit.models.families import linear_shape
 from quantkit.models.loading import auto_class, stored_dtype
 from quantkit.models.structure import is_linear
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.nn.table import Layout
 from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.fused_ffn import fuse_chains
 from quantkit.storage.tensors import Verification, verifies
@@ -155,15 +156,21 @@ def register() -> None:
         register_quantizer(QUANT_METHOD)(QuantkitQuantizer)
 
 
-def load_checkpoint(folder: str, *, device: str, dtype: torch.dtype | None) -> Any:
+def load_checkpoint(folder: str, *, device: str, dtype: torch.dtype | None, layout: Layout = "latency") -> Any:
     """The model of a local quantkit checkpoint, in eval mode on the device; dtype None keeps the checkpoint's.
+
+    layout: what its weights' order on a GPU is for.
 
     Raises CheckpointError for a folder that is no quantkit checkpoint or is damaged; DeviceError where a product in
     this dtype would end the process.
     """
     if torch.device(device).type == "cpu" and (dtype or stored_dtype(folder)) in (torch.bfloat16, torch.float16):
         check_half_precision()
-    return _load(folder, dtype=dtype or "auto").eval().to(device)
+    model = _load(folder, dtype=dtype or "auto").eval()
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.layout = layout
+    return model.to(device)
 
 
 def check_readable(folder: Path) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from quantkit.cuda.architectures import ARCHITECTURES
+from quantkit.cuda.device import gpu_of
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import BcqSpec, BcqTensors
 from quantkit.ops.bcq.autotune import ensure_measured
+from quantkit.ops.bcq.launch import takes_codes
 from quantkit.ops.bcq.layout import BcqTiles, tile, untile
 from quantkit.ops.bcq.op import bcq_linear, bcq_linear_prepared, bcq_linear_with_epilogue
 from quantkit.ops.epilogue import Epilogue
 
+_CODES = "code_tiles"  # the name of the tiles in the order for batches
 
 def forward(spec: BcqSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] -> [..., N] in x's dtype; the CPU runs the reference twin."""
@@ -20,34 +24,50 @@ def forward(spec: BcqSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> 
 
 def prepare(spec: BcqSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
     """The kernels' tile order; on a GPU, a shape class seen for the first time is measured as well."""
-    weight = tile(BcqTensors.of(tensors), shape[1], spec.group_size)
+    return _prepared(tile(BcqTensors.of(tensors), shape[1], spec.group_size))
+
+
+def prepare_batch(spec: BcqSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
+    """As ``prepare``, in the order for batches; the other one where the GPU has no product for it."""
+    stored = BcqTensors.of(tensors)
+    device, weight_bits = stored.signs.device, stored.signs.shape[0]
+    row = gpu_of(device).architecture if device.type == "cuda" else ARCHITECTURES[min(ARCHITECTURES)]
+    codes = takes_codes(row, weight_bits, spec.group_size, shape[1])
+    return _prepared(tile(stored, shape[1], spec.group_size, codes=codes))
+
+
+def _prepared(weight: BcqTiles) -> dict[str, Tensor]:
     if weight.tiles.is_cuda:
         ensure_measured(weight)
-    prepared = {"tiles": weight.tiles, "scale_tiles": weight.scale_tiles}
+    prepared = {_CODES if weight.codes else "tiles": weight.tiles, "scale_tiles": weight.scale_tiles}
     return prepared if weight.factor_tiles is None else {**prepared, "factor_tiles": weight.factor_tiles}
 
 
 def restore(spec: BcqSpec, prepared: Tensors, shape: Shape) -> dict[str, Tensor]:
     """The canonical tensors that ``prepare`` was given, bit for bit."""
-    return untile(_weight(spec, prepared, shape)).named()
+    return untile(prepared_weight(spec, prepared, shape)).named()
 
 
-def _weight(spec: BcqSpec, prepared: Tensors, shape: Shape) -> BcqTiles:
-    tiles, scale_tiles, factor_tiles = prepared["tiles"], prepared["scale_tiles"], prepared.get("factor_tiles")
-    return BcqTiles(tiles, scale_tiles, factor_tiles, *shape, spec.group_size)
+def prepared_weight(spec: BcqSpec, prepared: Tensors, shape: Shape) -> BcqTiles:
+    """What ``prepare`` or ``prepare_batch`` gave."""
+    codes = _CODES in prepared
+    tiles, factor_tiles = prepared[_CODES if codes else "tiles"], prepared.get("factor_tiles")
+    return BcqTiles(tiles, prepared["scale_tiles"], factor_tiles, *shape, spec.group_size, codes)
 
 
 def prepared_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
     """As ``forward``, from the tile order; QuantizedLinear synchronizes after every change of the stored tensors."""
+    weight = prepared_weight(spec, prepared, shape)
     return bcq_linear_prepared(
         x,
-        prepared["tiles"],
-        prepared["scale_tiles"],
+        weight.tiles,
+        weight.scale_tiles,
         bias,
         shape[0],
         spec.group_size,
         weights_ready=True,
-        factor_tiles=prepared.get("factor_tiles"),
+        factor_tiles=weight.factor_tiles,
+        codes=weight.codes,
     )
 
 
@@ -55,4 +75,4 @@ def epilogue_forward(
     spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None, epilogue: Epilogue
 ) -> Tensor:
     """The epilogue of ``prepared_forward``, in the same kernel."""
-    return bcq_linear_with_epilogue(x, _weight(spec, prepared, shape), bias, epilogue)
+    return bcq_linear_with_epilogue(x, prepared_weight(spec, prepared, shape), bias, epilogue)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quantkit.formats.base import PackedWeight
 from quantkit.formats.flatten import FlattenSpec
 from quantkit.formats.table import FORMATS, format_name
-from quantkit.nn.table import LINEARS
+from quantkit.nn.table import LINEARS, Layout
 
 
 class QuantizedLinear(nn.Module):
@@ -25,6 +25,8 @@ class QuantizedLinear(nn.Module):
     _hf_quantized_needs_local_tp = True  # transformers' tensor parallelism then hands forward plain local shards
 
     bias: nn.Parameter | None
+    layout: Layout = "latency"
+    """What ``prepare`` makes its order for."""
     follower: Callable[[Tensor], Any] | None = None
     """What runs in place of the product while the layers behind take more than a tensor (runtime/fused_ffn.py)."""
 
@@ -85,10 +87,10 @@ class QuantizedLinear(nn.Module):
 
     def prepare(self) -> None:
         """Replace the stored tensors by the order this device's kernels read; nothing to do for some formats."""
-        row = LINEARS[self.format_name]
-        if self.prepared or row.prepare is None:
+        prepare = LINEARS[self.format_name].preparation(self.layout)
+        if self.prepared or prepare is None:
             return
-        self._replace(row.prepare(self.spec, self.held, self.shape))
+        self._replace(prepare(self.spec, self.held, self.shape))
         self.prepared = True
         self._synchronize()
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from quantkit.formats.base import Shape, Tensors
 from quantkit.nn import bcq_linear, bipolar_linear, flatten_linear
 from quantkit.ops.epilogue import Epilogue
+
+
+Layout = Literal["latency", "batch"]
+"""What a weight's order in a GPU's memory is for: one to four tokens at a time, or many."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class LinearRow:
     forward: (spec, canonical tensors, x [..., K], bias [N] or None) -> y [..., N] in x's dtype.
     prepare: (spec, canonical tensors on a GPU, shape) -> the same content in the order that this GPU's kernels
         read; None where the kernels read the canonical order.
+    prepare_batch: as prepare, in the order that is faster where many tokens are multiplied at once; None where there is
+        no such order.
     restore: the exact inverse of prepare, for saving.
     prepared_forward: (spec, prepared tensors, shape, x, bias) -> as forward.
     epilogue_forward: (spec, prepared tensors, shape, x, bias, epilogue) -> its epilogue; None where no kernel has one.
@@ -27,15 +33,21 @@ class LinearRow:
 
     forward: Callable[[Any, Tensors, Tensor, Tensor | None], Tensor]
     prepare: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
+    prepare_batch: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
     restore: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
     prepared_forward: Callable[[Any, Tensors, Shape, Tensor, Tensor | None], Tensor] | None = None
     epilogue_forward: Callable[[Any, Tensors, Shape, Tensor, Tensor | None, Epilogue], Tensor] | None = None
+
+    def preparation(self, layout: Layout) -> Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None:
+        """``prepare``, or ``prepare_batch`` where that is asked for and there is one."""
+        return self.prepare_batch if layout == "batch" and self.prepare_batch is not None else self.prepare
 
 
 LINEARS: dict[str, LinearRow] = {
     "bcq": LinearRow(
         forward=bcq_linear.forward,
         prepare=bcq_linear.prepare,
+        prepare_batch=bcq_linear.prepare_batch,
         restore=bcq_linear.restore,
         prepared_forward=bcq_linear.prepared_forward,
         epilogue_forward=bcq_linear.epilogue_forward,

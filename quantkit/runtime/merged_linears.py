@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from quantkit.formats.bcq import BcqSpec
+from quantkit.nn.bcq_linear import prepared_weight
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import LINEARS
 from quantkit.ops.bcq.autotune import ensure_measured
 from quantkit.ops.bcq.instances import TILE_N
-from quantkit.ops.bcq.layout import BcqTiles
 
 Product = Callable[[Tensor], Tensor]
 
@@ -68,9 +68,7 @@ def _is_tiled(module: Any) -> bool:
 def _tiled_product(modules: Sequence[QuantizedLinear]) -> Product:
     first, shape = modules[0], (sum(module.out_features for module in modules), modules[0].in_features)
     tensors = {name: _whole(modules, name) for name in first.held}
-    weight = BcqTiles(
-        tensors["tiles"], tensors["scale_tiles"], tensors.get("factor_tiles"), *shape, first.spec.group_size
-    )
+    weight = prepared_weight(first.spec, tensors, shape)
     if weight.tiles.is_cuda:
         ensure_measured(weight)
     forward, bias = LINEARS[first.format_name].prepared_forward, _whole_bias(modules)

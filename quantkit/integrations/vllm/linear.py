@@ -173,8 +173,8 @@ def _joined(run: list[Part]) -> list[tuple[Any, tuple[int, int], dict[str, Tenso
 
 
 def _placed(layer: Any, index: int, spec: Any, shape: tuple[int, int], tensors: dict[str, Tensor]) -> Product:
-    """Register the tensors of one product, on a GPU in the order of its kernels."""
-    prepare = None if spec is None else LINEARS[format_name(spec)].prepare
+    """Register the tensors of one product, on a GPU in its kernels' order for batches."""
+    prepare = None if spec is None else LINEARS[format_name(spec)].preparation("batch")
     prepared = prepare is not None and next(iter(tensors.values())).is_cuda
     if prepared:
         assert prepare is not None

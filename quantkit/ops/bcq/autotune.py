@@ -54,11 +54,14 @@ Measurements = dict[str, dict[str, dict[str, str]]]
 
 
 @cache
-def shape_class(weight_bits: int, out_features: int, in_features: int, group_size: int, scale_bits: int = 16) -> str:
-    """Shapes that share a measurement: planes, activation segment, N and K to the nearest power of two, scales."""
+def shape_class(
+    weight_bits: int, out_features: int, in_features: int, group_size: int, scale_bits: int = 16, codes: bool = False
+) -> str:
+    """Shapes that share a measurement: planes, activation segment, N and K to the nearest power of two, scales, order."""
     segment = binary_segment(group_size, in_features) or "bytes"
     scales = f"-scales{scale_bits}" if scale_bits == CODE_BITS else ""
-    return f"q{weight_bits}-s{segment}-n{round(log2(out_features))}-k{round(log2(in_features))}{scales}"
+    order = "-batch" if codes else ""
+    return f"q{weight_bits}-s{segment}-n{round(log2(out_features))}-k{round(log2(in_features))}{scales}{order}"
 
 
 @cache
@@ -119,26 +122,28 @@ def _least_int8_tokens(native: bool, group_size: int, in_features: int) -> int:
 def _unmeasured(x: Tensor, group_size: int, usable: tuple[Kernel, ...]) -> Kernel:
     tokens, in_features = x.shape
     binary = Kernel.BCQ_BINARY_GEMV in usable
-    if tokens > _FEW_TOKENS:
-        fused = [kernel for kernel in FUSED if kernel in usable and tokens <= _MANY_TOKENS]
+    fused = [kernel for kernel in FUSED if kernel in usable and tokens <= _MANY_TOKENS]
+    if tokens > _FEW_TOKENS or Kernel.BCQ_LUT_GEMV not in usable:
         return fused[0] if fused else Kernel.BCQ_DEQUANTIZE
     if Kernel.BCQ_INT8_GEMV in usable and tokens >= _least_int8_tokens(binary, group_size, in_features):
         return Kernel.BCQ_INT8_GEMV
     return Kernel.BCQ_BINARY_GEMV if binary else Kernel.BCQ_LUT_GEMV
 
 
-def choose(x: Tensor, weight_bits: int, out_features: int, group_size: int, scale_bits: int = 16) -> str:
+def choose(
+    x: Tensor, weight_bits: int, out_features: int, group_size: int, scale_bits: int = 16, *, codes: bool = False
+) -> str:
     """The kernel for x [M, K]: the measured one, or by the GPU generation where this class was never measured.
 
     Raises KernelError for a damaged table.
     """
     tokens, in_features = x.shape
-    usable = candidates(
-        x.dtype, _architecture(x.device), weight_bits=weight_bits, group_size=group_size, in_features=in_features
-    )
+    shape = {"weight_bits": weight_bits, "group_size": group_size, "in_features": in_features}
+    usable = candidates(x.dtype, _architecture(x.device), **shape, codes=codes)
     if tokens > TOKEN_CLASSES[-1] or usable == (Kernel.BCQ_DEQUANTIZE,):
         return Kernel.BCQ_DEQUANTIZE
-    kernels = _known(x.device, shape_class(weight_bits, out_features, in_features, group_size, scale_bits)) or {}
+    name = shape_class(weight_bits, out_features, in_features, group_size, scale_bits, codes)
+    kernels = _known(x.device, name) or {}
     kernel = kernels.get(str(next(count for count in TOKEN_CLASSES if count >= tokens)))
     return _unmeasured(x, group_size, usable) if kernel is None else kernel
 
@@ -150,7 +155,7 @@ def ensure_measured(weight: BcqTiles) -> None:
     """
     device = weight.tiles.device
     sizes = weight.weight_bits, weight.out_features, weight.in_features
-    name = shape_class(*sizes, weight.group_size, weight.scale_bits)
+    name = shape_class(*sizes, weight.group_size, weight.scale_bits, weight.codes)
     if _known(device, name) is not None:
         return
     gpu = gpu_key(device)
@@ -165,13 +170,13 @@ def measured_kernels(weight: BcqTiles) -> dict[str, str]:
     best: dict[str, str] = {}
     other = _copy(weight)
     shape = {"weight_bits": weight.weight_bits, "group_size": weight.group_size, "in_features": in_features}
-    usable = candidates(torch.float16, _architecture(device), **shape)
+    usable = candidates(torch.float16, _architecture(device), **shape, codes=weight.codes)
     for tokens in TOKEN_CLASSES:
         x = torch.randn(tokens, in_features, dtype=torch.float16, device=device)
         seconds = {
             kernel: cold_seconds(_call(kernel, x, other), _call(kernel, x, weight), device)
             for kernel in usable
-            if _worth_measuring(kernel, tokens, _narrow(weight.group_size, in_features))
+            if weight.codes or _worth_measuring(kernel, tokens, _narrow(weight.group_size, in_features))
         }
         best[str(tokens)] = _clear_winner(seconds, _unmeasured(x, weight.group_size, usable))
     return best

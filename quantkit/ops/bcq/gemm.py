@@ -23,9 +23,7 @@ from quantkit.ops.bcq.instances import (
     ARRANGE_SOURCE,
     FLOAT_BYTES,
     GEMM_BARRIER_BYTES,
-    GEMM_CHUNK_TOKENS,
     GEMM_MOST_STAGES,
-    GEMM_SUM_PADDING,
     PANEL_K,
     SOURCES,
     TILE_K,
@@ -40,23 +38,22 @@ _GROUP_WARPS = 4
 _SHORT_BYTES = 2
 _PANEL_ROW_BYTES = PANEL_K * _SHORT_BYTES
 TOKEN_BAND = 4  # tiles of tokens that blocks work on at once, for x and the weights to stay in L2
-_MANY_GROUPS, _FEW_BITS = 6, 4  # of consumers, and planes up to which shared memory and registers carry them
+_SHARED_ITEMS = 2  # that a block has a share of, at most
+_FEW_BITS = 4  # planes up to which shared memory carries the other shapes at any group size
 _OFFSETS_APART = (1, 4, 8)  # planes whose tables of levels leave no room for an offset (kernels/bcq/levels.cuh)
 # (tokens, row groups, phases, slots) of an instance's tile, block and rings: what registers carry without spilling.
 _WARPGROUP_SHAPES = (
-    *((16, 3, 2, 2), (16, 2, 3, 2), (16, 3, 1, 3), (16, 1, 3, 3)),
-    *((32, 3, 1, 3), (32, 1, 3, 3), (64, 3, 1, 3), (64, 1, 3, 3), (128, 3, 1, 3), (256, 2, 1, 3)),
+    *((8, 2, 2, 3), (8, 1, 4, 3), (16, 2, 2, 3), (16, 1, 4, 3), (32, 3, 1, 3), (32, 2, 2, 2), (32, 1, 3, 3)),
+    *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2), (64, 1, 3, 3), (128, 3, 1, 3), (128, 2, 1, 4), (256, 2, 1, 3)),
 )
-_NARROW_SHAPES = ((64, 2, 1, 2),)  # of warpgroups, for many planes in narrow groups
+_NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
 _WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
-# What the choice of a layout goes by, in clock cycles of an H200: fitted to 730 times of layouts in 69 problems, in
-# which the chosen layout took 0.3 % longer than the fastest on average and 11 % at most.
+# What the choice of a layout goes by, in clock cycles of an H200: fitted to measured times.
 _EXPAND_CYCLES, _PLANE_CYCLES = 135, 115  # of a k tile and 64 rows; of each of its planes
-_PRODUCT_CYCLES = {16: 0, 32: 92, 64: 588, 128: 742, 256: 1989}  # of the same, on top
+_PRODUCT_CYCLES = {8: 0, 16: 0, 32: 92, 64: 588, 128: 742, 256: 1989}  # of the same, on top
 _TILE_LATENCY = 2580  # of one tile, however few there are
 _X_BYTES_PER_CYCLE = 27  # that a block gets from L2
-_PART_CYCLES, _PHASE_CYCLES, _ROW_GROUP_CYCLES = 4420, 2000, 59  # to add up parts, phases, and a token's 64 rows
-_CROWDED = 1.34  # times as long, where so many groups share a multiprocessor
+_SHARED_CYCLES, _PHASE_CYCLES, _ROW_GROUP_CYCLES = 4420, 2000, 59  # to add up blocks, phases, and a token's 64 rows
 
 
 @dataclass(frozen=True)
@@ -64,13 +61,15 @@ class GemmShape:
     """An instance without its types.
 
     tokens: of a tile. row_groups: groups of four consumer warps of a block, each with rows of its own. phases: as many
-    times these groups, which take the k tiles of the same rows in turn. slots: of a warp's ring.
+    times these groups, which take the k tiles of the same rows in turn. slots: of a warp's ring. warpgroups: whether the
+    four warps of a group multiply together.
     """
 
     tokens: int
     row_groups: int
     phases: int
     slots: int
+    warpgroups: bool
 
     @property
     def groups(self) -> int:
@@ -97,13 +96,16 @@ class GemmShape:
 class GemmLayout:
     """How an instance is launched.
 
-    parts: blocks of a cluster, each with a
-    part of K. ranges: parts of N, for one block or cluster at a time. stages: of x. shared_mem: bytes.
+    ranges: parts of N, each with the rows of a block. whole_items: of the ranges times the tiles of tokens, those that
+    a block does by itself; the k tiles of the others are shared out evenly among all blocks. stages: of x.
+    shared_mem: bytes.
     """
 
     shape: GemmShape
-    parts: int
     ranges: int
+    token_tiles: int
+    whole_items: int
+    blocks: int
     stages: int
     shared_mem: int
 
@@ -112,10 +114,24 @@ class GemmLayout:
         """Of a block: the consumers, and a group that copies x."""
         return (self.shape.groups + 1) * _GROUP_WARPS * WARP_THREADS
 
+    @property
+    def shared_items(self) -> int:
+        """Items whose k tiles are shared out."""
+        return self.ranges * self.token_tiles - self.whole_items
+
+    @property
+    def partial_floats(self) -> int:
+        """Sums of shared items that blocks write to memory for each other."""
+        consumers = self.shape.groups * _GROUP_WARPS * WARP_THREADS
+        return self.blocks * _SHARED_ITEMS * self.shape.tokens // 2 * consumers if self.shared_items else 0
+
 
 @dataclass(frozen=True)
 class GemmProblem:
-    """A weight in tiles and so many tokens on a GPU; segments: of a k tile that have a scale of their own."""
+    """A weight in tiles and so many tokens on a GPU.
+
+    segments: of a k tile that have a scale of their own. codes: whether it stands in memory as codes of its levels.
+    """
 
     weight_bits: int
     entries: int
@@ -125,6 +141,7 @@ class GemmProblem:
     k_tiles: int
     tokens: int
     gpu: Gpu
+    codes: bool = False
 
     @property
     def offsets_apart(self) -> bool:
@@ -152,54 +169,50 @@ def gemm_kernel(row: Architecture) -> Kernel | None:
 
 def _shapes(weight_bits: int, row: Architecture) -> Iterator[GemmShape]:
     known: tuple[tuple[int, int, int, int], ...] = _WARP_SHAPES
-    if Kernel.BCQ_GEMM_WGMMA in row.kernels:
+    warpgroups = Kernel.BCQ_GEMM_WGMMA in row.kernels
+    if warpgroups:
         known = _WARPGROUP_SHAPES + (() if weight_bits <= _FEW_BITS else _NARROW_SHAPES)
-    shapes = (GemmShape(*numbers) for numbers in known)
-    return (shape for shape in shapes if shape.groups < _MANY_GROUPS or weight_bits <= _FEW_BITS)
+    return (GemmShape(*numbers, warpgroups) for numbers in known)
 
 
-def _fitted(it: GemmProblem, shape: GemmShape, parts: int) -> GemmLayout | None:
-    """The layout with as many stages of x as there is room for; None where it cannot be."""
-    at_once = it.gpu.processors // parts
-    ranges = ceil(it.n_tiles / (_GROUP_WARPS * shape.row_groups))
-    if it.tokens <= shape.tokens:  # whole rounds of blocks, and none of them idle
-        ranges = min(it.n_tiles, ceil(ranges / at_once) * at_once)
-    if parts > 1 and ranges * ceil(it.tokens / shape.tokens) > at_once:
-        return None  # a cluster works on one item: its sums take the place of x
+def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
+    """Layouts with as many stages of x as there is room for: whole items alone, and those of the last round shared."""
+    ranges, token_tiles = ceil(it.n_tiles / (_GROUP_WARPS * shape.row_groups)), ceil(it.tokens / shape.tokens)
     warps = shape.groups * _GROUP_WARPS
     rings, tables = warps * shape.slots * it.slot_bytes, warps * 2 * it.table_bytes
-    sum_tokens = shape.tokens if parts > 1 else min(shape.tokens, GEMM_CHUNK_TOKENS)
-    row_bytes = (shape.row_groups * _GROUP_WARPS * TILE_N + GEMM_SUM_PADDING) * FLOAT_BYTES
-    sums = shape.phases * sum_tokens * row_bytes
+    sums = (shape.phases - 1) * shape.row_groups * _GROUP_WARPS * TILE_N * shape.tokens * FLOAT_BYTES
+    own = rings + tables + sums
     room = it.gpu.architecture.shared_limit() - 2 * GEMM_BARRIER_BYTES  # where they begin is rounded up
-    own = rings + tables + (0 if parts > 1 else sums)
     stages = min(GEMM_MOST_STAGES, (room - own) // shape.stage_bytes)
-    if stages < max(2, shape.phases * shape.tile_stages) or (parts > 1 and sums > room):
-        return None
-    used = own + stages * shape.stage_bytes
-    shared_mem = 2 * GEMM_BARRIER_BYTES + (max(used, sums) if parts > 1 else used)
-    return GemmLayout(shape, parts, ranges, stages, shared_mem)
+    if stages < max(2, shape.phases * shape.tile_stages):
+        return
+    sizes = stages, 2 * GEMM_BARRIER_BYTES + own + stages * shape.stage_bytes
+    items, processors = ranges * token_tiles, it.gpu.processors
+    yield GemmLayout(shape, ranges, token_tiles, items, min(items, processors), *sizes)
+    whole = items // processors * processors
+    even = processors // items * items  # blocks that have a share of one item each
+    for blocks in dict.fromkeys((processors, even) if even > items else (processors,)):
+        if whole < items and blocks <= (items - whole) * it.k_tiles:  # every block has a share
+            yield GemmLayout(shape, ranges, token_tiles, whole, blocks, *sizes)
 
 
 def _cycles(it: GemmProblem, layout: GemmLayout) -> float:
     """How long a multiprocessor is busy, see the figures above."""
     shape, phases = layout.shape, layout.shape.phases
-    items = layout.ranges * ceil(it.tokens / shape.tokens)
-    rounds = ceil(items / (it.gpu.processors // layout.parts))
+    rounds = ceil(layout.whole_items / layout.blocks)
+    tiles = rounds * it.k_tiles + ceil(layout.shared_items * it.k_tiles / layout.blocks)
     busy_groups = phases * ceil(it.n_tiles / (layout.ranges * _GROUP_WARPS))
     tile = _EXPAND_CYCLES + it.weight_bits * _PLANE_CYCLES + _PRODUCT_CYCLES[shape.tokens]
     step = max(busy_groups * tile, _TILE_LATENCY + tile / 2, phases * shape.tokens * TILE_K * 2 / _X_BYTES_PER_CYCLE)
-    steps = ceil(ceil(it.k_tiles / layout.parts) / phases)
-    sums = (layout.parts - 1) * _PART_CYCLES + (phases - 1) * _PHASE_CYCLES
-    sums += shape.tokens * shape.row_groups * _ROW_GROUP_CYCLES
-    return rounds * (steps * step + sums) * (_CROWDED if shape.groups == _MANY_GROUPS else 1)
+    sums = (rounds + 2 * bool(layout.shared_items)) * shape.tokens * shape.row_groups * _ROW_GROUP_CYCLES
+    sums += _SHARED_CYCLES * bool(layout.shared_items) + (phases - 1) * _PHASE_CYCLES
+    return ceil(tiles / phases) * step + sums
 
 
 def gemm_layouts(it: GemmProblem) -> list[GemmLayout]:
     """The layouts that fit, the one expected to be fastest first."""
-    clusters = (1, 2) if it.gpu.architecture.clusters and it.k_tiles > 1 else (1,)
-    fitted = [_fitted(it, shape, parts) for shape in _shapes(it.weight_bits, it.gpu.architecture) for parts in clusters]
-    return sorted((layout for layout in fitted if layout is not None), key=lambda layout: _cycles(it, layout))
+    fitted = [layout for shape in _shapes(it.weight_bits, it.gpu.architecture) for layout in _fitted(it, shape)]
+    return sorted(fitted, key=lambda layout: _cycles(it, layout))
 
 
 @cache
@@ -224,9 +237,9 @@ ARRANGE = CompileUnit(ARRANGE_SOURCE, "bcqArrange")
 @cache
 def gemm_unit(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> CompileUnit:
     """The instance for a problem, activations and a shape of gemm_layouts."""
-    warpgroups = Kernel.BCQ_GEMM_WGMMA in it.gpu.architecture.kernels
     numbers = (
         it.weight_bits,
+        it.codes,
         it.offsets_apart,
         DTYPE_CODES[dtype],
         shape.tokens,
@@ -234,7 +247,7 @@ def gemm_unit(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> CompileU
         shape.phases,
         shape.slots,
     )
-    return CompileUnit(SOURCES[Kernel.BCQ_GEMM_MMA], "bcqGemm", (warpgroups, *numbers))
+    return CompileUnit(SOURCES[Kernel.BCQ_GEMM_MMA], "bcqGemm", (shape.warpgroups, *numbers))
 
 
 def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
@@ -244,6 +257,7 @@ def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
     yield ARRANGE
     for bits in range(1, MAX_BITS + 1):
         for entries in (bits, bits + 1) if bits in _OFFSETS_APART else (bits,):
-            it = GemmProblem(bits, entries, 2 * BITS_PER_BYTE, 1, 1, 1, 1, Gpu(row, 1))
-            for dtype in GEMM_TYPES:
-                yield from (gemm_unit(it, dtype, shape) for shape in _shapes(bits, row))
+            for codes in (False, True):
+                it = GemmProblem(bits, entries, 2 * BITS_PER_BYTE, 1, 1, 1, 1, Gpu(row, 1), codes)
+                for dtype in GEMM_TYPES:
+                    yield from (gemm_unit(it, dtype, shape) for shape in _shapes(bits, row))

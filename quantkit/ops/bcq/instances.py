@@ -30,10 +30,9 @@ LUT_WARPS = LUT_THREADS // WARP_THREADS
 LUT_SHARED = LUT_BLOCK_TILES * TILE_K // 8 * 256 * FLOAT_BYTES  # a table of 256 sums for every 8 elements
 _LUT_ROOMY_BITS = 3  # planes up to which the registers carry three blocks
 # bcq_gemm: columns of a panel of x; tokens and threads of a block that puts x in order; stages of x
-# at most, and what their barriers take; tokens whose sums leave a block at once, floats between theirs.
+# at most, and what their barriers take.
 PANEL_K, ARRANGE_TOKENS, ARRANGE_THREADS = 64, 16, 256
 GEMM_MOST_STAGES, GEMM_BARRIER_BYTES = 16, 1 << 10
-GEMM_CHUNK_TOKENS, GEMM_SUM_PADDING = 32, 4
 PROCESSOR_REGISTERS = 1 << 16
 MAILBOX_BYTES = 128  # of every block where there are clusters
 _RING_SHARE, _RING_SHARE_TOKENS = 0.69, 0.38  # of a block's shared memory; the rest is for the planes of x
@@ -94,8 +93,6 @@ _CONSTANTS = {
     "ARRANGE_THREADS": ARRANGE_THREADS,
     "GEMM_MOST_STAGES": GEMM_MOST_STAGES,
     "GEMM_BARRIER_BYTES": GEMM_BARRIER_BYTES,
-    "GEMM_CHUNK_TOKENS": GEMM_CHUNK_TOKENS,
-    "GEMM_SUM_PADDING": GEMM_SUM_PADDING,
     "PROCESSOR_REGISTERS": PROCESSOR_REGISTERS,
 }
 _GEMM = KernelSource("bcq/gemm.cu", _CONSTANTS)
@@ -266,9 +263,9 @@ def lut_residency(weight_bits: int, fine: bool, row: Architecture) -> int:
     return next(count for count in range(most, 0, -1) if row.shared_limit(count) >= LUT_SHARED)
 
 
-def dequantize_unit(weight_bits: int, scale_bits: int) -> CompileUnit:
-    """bcq_dequantize for one number of planes."""
-    return CompileUnit(SOURCES[Kernel.BCQ_DEQUANTIZE], "bcqDequantize", (weight_bits, scale_bits))
+def dequantize_unit(weight_bits: int, scale_bits: int, codes: bool) -> CompileUnit:
+    """bcq_dequantize for one number of planes; codes: see layout.py."""
+    return CompileUnit(SOURCES[Kernel.BCQ_DEQUANTIZE], "bcqDequantize", (weight_bits, scale_bits, codes))
 
 
 def _gemv_cases(weight_bits: int, scale_bits: int, row: Architecture) -> list[GemvCase]:
@@ -287,7 +284,7 @@ def bcq_units(row: Architecture) -> Iterator[CompileUnit]:
     yield SUM_PARTIALS
     for weight_bits in range(1, MAX_BITS + 1):
         for scale_bits in SCALE_BITS:
-            yield dequantize_unit(weight_bits, scale_bits)
+            yield from (dequantize_unit(weight_bits, scale_bits, codes) for codes in (False, True))
             for fine in (False, True):
                 yield lut_unit(weight_bits, fine, scale_bits)
             for case in _gemv_cases(weight_bits, scale_bits, row):

@@ -41,6 +41,7 @@ from quantkit.ops.bcq.plan import plan_gemv
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
 
 _WORD, _VECTOR_BYTES = 32, 16
+_OF_CODES = (*FUSED, Kernel.BCQ_DEQUANTIZE)  # kernels that read the order for batches
 _GEMV_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -164,7 +165,8 @@ def gemm_problem(weight: BcqTiles, tokens: int, gpu: Gpu) -> GemmProblem:
     """What the fused product's layout depends on. Raises KernelError where the group size is no multiple of 32."""
     segments = TILE_K // _activation_segment(weight, "bcq_gemm needs")
     counts = tile_counts(weight.out_features, weight.in_features)
-    return GemmProblem(weight.weight_bits, weight.entries, weight.scale_bits, segments, *counts, tokens, gpu)
+    sizes = weight.weight_bits, weight.entries, weight.scale_bits, segments, *counts, tokens
+    return GemmProblem(*sizes, gpu, weight.codes)
 
 
 def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) -> tuple[Launch, Launch]:
@@ -175,28 +177,38 @@ def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) 
     x, weight, tokens = product.x, product.weight, product.x.shape[0]
     it = gemm_problem(weight, tokens, gpu)
     layout = layout or plan_gemm(it)
-    tile_tokens, token_tiles = layout.shape.tokens, -(-tokens // layout.shape.tokens)
-    arranged = torch.empty(token_tiles * tile_tokens, it.k_tiles * TILE_K, dtype=x.dtype, device=x.device)
+    tile_tokens = layout.shape.tokens
+    arranged = torch.empty(layout.token_tiles * tile_tokens, it.k_tiles * TILE_K, dtype=x.dtype, device=x.device)
+    partials = torch.empty(layout.partial_floats, dtype=torch.float32, device=x.device)
+    ready = torch.empty(layout.shared_items, dtype=torch.int32, device=x.device)
     sizes = {"M": tokens, "K": weight.in_features, "tileTokens": tile_tokens, "bits": it.weight_bits}
     arrange = Launch(
         ARRANGE,
         x.device,
         grid=(arranged.shape[1] // (2 * PANEL_K), -(-tokens // ARRANGE_TOKENS)),
         block=ARRANGE_THREADS,
-        args={"x": x, "arranged": arranged, **sizes, "vectors": product.vectors},
+        args={
+            "x": x,
+            "arranged": arranged,
+            "ready": ready,
+            "readyCount": layout.shared_items,
+            **sizes,
+            "vectors": product.vectors,
+        },
         overlap=True,
     )
-    at_once = gpu.processors // layout.parts
     range_tiles, long_ranges = divmod(it.n_tiles, layout.ranges)
     multiply = Launch(
         gemm_unit(it, x.dtype, layout.shape),
         x.device,
-        grid=(min(layout.ranges * token_tiles, at_once) * layout.parts,),
+        grid=(layout.blocks,),
         block=layout.threads,
         args={
             **_weight_args(weight),
             **product.epilogue_args(),
             "x": arranged,
+            "partials": partials,
+            "ready": ready,
             "groupMagic": _group_magic(weight, TILE_K // it.segments),
             "scaleBits": it.scale_bits,
             "segments": it.segments,
@@ -204,12 +216,12 @@ def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) 
             "rangeTiles": range_tiles,
             "longRanges": long_ranges,
             "ranges": layout.ranges,
-            "tokenTiles": token_tiles,
+            "tokenTiles": layout.token_tiles,
             "tokenBand": TOKEN_BAND,
+            "wholeItems": layout.whole_items,
         },
         shared_mem=layout.shared_mem,
         overlap=product.weights_ready,
-        cluster=layout.parts,
     )
     return arrange, multiply
 
@@ -251,7 +263,7 @@ def dequantize_launch(weight: BcqTiles, dequantized: Tensor) -> Launch:
     n_tiles, k_tiles = tile_counts(weight.out_features, weight.in_features)
     width = group_width(weight.group_size, weight.in_features)
     return Launch(
-        dequantize_unit(weight.weight_bits, weight.scale_bits),
+        dequantize_unit(weight.weight_bits, weight.scale_bits, weight.codes),
         weight.tiles.device,
         grid=(-(-n_tiles * k_tiles * WARP_THREADS // DEQUANTIZE_THREADS),),
         block=DEQUANTIZE_THREADS,
@@ -294,7 +306,13 @@ def dequantize_tiles(weight: BcqTiles, dtype: torch.dtype) -> Tensor:
 
 @cache
 def candidates(
-    dtype: torch.dtype, row: Architecture, *, weight_bits: int, group_size: int, in_features: int
+    dtype: torch.dtype,
+    row: Architecture,
+    *,
+    weight_bits: int,
+    group_size: int,
+    in_features: int,
+    codes: bool = False,
 ) -> tuple[Kernel, ...]:
     """Kernels that a generation has for activations of ``dtype``; fp32 ones keep fp32 weights (dequantize)."""
     if dtype not in _GEMV_TYPES:
@@ -303,7 +321,14 @@ def candidates(
     if segment is None:
         return Kernel.BCQ_LUT_GEMV, Kernel.BCQ_DEQUANTIZE
     fused = gemm_fits(weight_bits, segment, row)
-    return tuple(kernel for kernel in SOURCES if kernel in row.kernels and (fused or kernel not in FUSED))
+    usable = (kernel for kernel in SOURCES if kernel in row.kernels and (fused or kernel not in FUSED))
+    return tuple(kernel for kernel in usable if not codes or kernel in _OF_CODES)
+
+
+def takes_codes(row: Architecture, weight_bits: int, group_size: int, in_features: int) -> bool:
+    """Whether a generation has a product for a weight in the order for batches."""
+    shape = {"weight_bits": weight_bits, "group_size": group_size, "in_features": in_features}
+    return any(kernel in FUSED for kernel in candidates(torch.float16, row, **shape, codes=True))
 
 
 def product(
@@ -325,10 +350,12 @@ def product(
         weight_bits=weight.weight_bits,
         group_size=weight.group_size,
         in_features=weight.in_features,
+        codes=weight.codes,
     )
     if kernel not in usable:
+        order = " in the order for batches" if weight.codes else ""
         raise KernelError(
-            f"kernel {kernel!r} cannot run {x.dtype} activations with group size {weight.group_size}; "
+            f"kernel {kernel!r} cannot run {x.dtype} activations with group size {weight.group_size}{order}; "
             f"choose {', '.join(usable)}"
         )
     bias = None if bias is None else bias.to(x.dtype)

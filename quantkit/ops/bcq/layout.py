@@ -4,7 +4,11 @@
 the planes' scales and then the offset where there is one: fp16, or bytes holding the 8-bit codes (an offset's in two's
 complement) with ``factor_tiles`` [n tiles, 8, 2] fp16, what the codes of each row count in; kernels/bcq/tiles.cuh
 draws them. N is padded to 16 and K to 256 with zeros, and groups to whole k tiles where the kernels can then
-read straight on. Both directions are permutations, so preparing and restoring change no bit.
+read straight on. Preparing and restoring change no bit that is stored.
+
+There are two orders. That for latency holds sign planes, which the GEMVs read as they are; it is made for up to four
+tokens. That for batches holds the same words as codes of levels (codes.py), from which the fused product of many tokens
+gets floats with half the instructions.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from torch.nn.functional import pad
 
 from quantkit.formats.bcq import BcqTensors, group_count
 from quantkit.formats.planes import BITS_PER_BYTE, packed_width
+from quantkit.ops.bcq.codes import to_codes, to_planes
 from quantkit.ops.bcq.instances import SEGMENTS, TILE_K, TILE_N
 
 _ROW_HALVES, _ROWS_PER_HALF = 2, 8
@@ -26,7 +31,10 @@ _WORDS = _COLUMN_HALVES * _QUADS
 
 @dataclass(frozen=True)
 class BcqTiles:
-    """A prepared weight [out_features, in_features], see above; factor_tiles is None with fp16 scales."""
+    """A prepared weight [out_features, in_features], see above.
+
+    factor_tiles: None with fp16 scales. codes: whether it is in the order for batches.
+    """
 
     tiles: Tensor
     scale_tiles: Tensor
@@ -34,6 +42,7 @@ class BcqTiles:
     out_features: int
     in_features: int
     group_size: int
+    codes: bool = False
 
     @property
     def weight_bits(self) -> int:
@@ -105,15 +114,17 @@ def tile_factors(scale_factors: Tensor) -> Tensor:
     return padded.view(n_tiles, _ROW_HALVES, _ROWS_PER_HALF).transpose(1, 2).contiguous()
 
 
-def tile(stored: BcqTensors, in_features: int, group_size: int) -> BcqTiles:
-    """The prepared weight of canonical tensors."""
+def tile(stored: BcqTensors, in_features: int, group_size: int, *, codes: bool = False) -> BcqTiles:
+    """The prepared weight of canonical tensors; codes: in the order for batches."""
+    signs = tile_signs(stored.signs)
     return BcqTiles(
-        tiles=tile_signs(stored.signs),
+        tiles=to_codes(signs) if codes else signs,
         scale_tiles=tile_scales(stored.scales, stored.offset, group_size, in_features),
         factor_tiles=None if stored.scale_factors is None else tile_factors(stored.scale_factors),
         out_features=stored.signs.shape[1],
         in_features=in_features,
         group_size=group_size,
+        codes=codes,
     )
 
 
@@ -124,7 +135,8 @@ def untile(weight: BcqTiles) -> BcqTensors:
     entries = entries[:, : weight.out_features, : group_count(weight.group_size, weight.in_features)]
     scales = entries[: weight.weight_bits].contiguous()
     offset = entries[weight.weight_bits].contiguous() if count > weight.weight_bits else None
-    signs = untile_signs(weight.tiles, weight.out_features, weight.in_features)
+    tiles = to_planes(weight.tiles) if weight.codes else weight.tiles
+    signs = untile_signs(tiles, weight.out_features, weight.in_features)
     if weight.factor_tiles is None:
         return BcqTensors(signs, scales, offset)
     factors = weight.factor_tiles.transpose(1, 2).reshape(-1, 1)[: weight.out_features].contiguous()

@@ -49,6 +49,7 @@ class BcqLinearPrepared(NamedTuple):
     """BcqLinear of a prepared weight (layout.py).
 
     implementation: a kernel by name, or the measured choice. weights_ready: no kernel still queued writes the weight.
+    codes: the weight is in the order for batches.
     """
 
     x: Tensor
@@ -60,12 +61,13 @@ class BcqLinearPrepared(NamedTuple):
     implementation: str = AUTO
     weights_ready: bool = False
     factor_tiles: Tensor | None = None
+    codes: bool = False
 
     @property
     def weight(self) -> BcqTiles:
         """The weight."""
         shape = self.out_features, self.x.shape[-1]
-        return BcqTiles(self.tiles, self.scale_tiles, self.factor_tiles, *shape, self.group_size)
+        return BcqTiles(self.tiles, self.scale_tiles, self.factor_tiles, *shape, self.group_size, self.codes)
 
 
 class BcqDequantize(NamedTuple):
@@ -78,12 +80,13 @@ class BcqDequantize(NamedTuple):
     group_size: int
     dtype: torch.dtype
     factor_tiles: Tensor | None = None
+    codes: bool = False
 
     @property
     def weight(self) -> BcqTiles:
         """The weight."""
         shape = self.out_features, self.in_features
-        return BcqTiles(self.tiles, self.scale_tiles, self.factor_tiles, *shape, self.group_size)
+        return BcqTiles(self.tiles, self.scale_tiles, self.factor_tiles, *shape, self.group_size, self.codes)
 
 
 def bcq_linear_reference(x: Tensor, stored: BcqTensors, bias: Tensor | None, group_size: int) -> Tensor:
@@ -105,7 +108,8 @@ def _product(
     if not flat.shape[0]:
         return x.new_empty(*x.shape[:-1], weight.out_features)
     if implementation == AUTO:
-        implementation = choose(flat, weight.weight_bits, weight.out_features, weight.group_size, weight.scale_bits)
+        sizes = weight.weight_bits, weight.out_features, weight.group_size, weight.scale_bits
+        implementation = choose(flat, *sizes, codes=weight.codes)
     y = product(implementation, flat, weight, bias, weights_ready=weights_ready, epilogue=epilogue)
     return y.view(*x.shape[:-1], weight.out_features)
 
@@ -155,13 +159,18 @@ def _prepared_samples() -> Iterator[BcqLinearPrepared]:
         whole_words = op.group_size == ROW_WISE or op.group_size % 32 == 0
         names = (AUTO, *SOURCES) if whole_words and op.x.dtype != torch.float32 else (AUTO,)
         yield BcqLinearPrepared(op.x, *stored, str(names[number % len(names)]), False, weight.factor_tiles)
+        if whole_words:
+            codes = tile(op.stored, op.x.shape[-1], op.group_size, codes=True)
+            yield BcqLinearPrepared(op.x, codes.tiles, *stored[1:], AUTO, False, weight.factor_tiles, True)
 
 
 def _dequantize_samples() -> Iterator[BcqDequantize]:
     for op, dtype in zip(_linear_samples(), (torch.float16, torch.bfloat16, torch.float32) * 3, strict=False):
-        weight = tile(op.stored, op.x.shape[-1], op.group_size)
-        shape = weight.out_features, weight.in_features
-        yield BcqDequantize(weight.tiles, weight.scale_tiles, *shape, op.group_size, dtype, weight.factor_tiles)
+        for codes in (False, True):
+            weight = tile(op.stored, op.x.shape[-1], op.group_size, codes=codes)
+            shape = weight.out_features, weight.in_features
+            held = weight.tiles, weight.scale_tiles
+            yield BcqDequantize(*held, *shape, op.group_size, dtype, weight.factor_tiles, codes)
 
 
 bcq_linear = define_op(

@@ -31,8 +31,8 @@ class BcqWeight:
         moved = {name: tensor.to(device) for name, tensor in self.stored.named().items()}
         return BcqWeight(BcqTensors.of(moved), self.group_size, self.in_features)
 
-    def tiled(self) -> BcqTiles:
-        return tile(self.stored, self.in_features, self.group_size)
+    def tiled(self, *, codes: bool = False) -> BcqTiles:
+        return tile(self.stored, self.in_features, self.group_size, codes=codes)
 
     def dequantized(self) -> Tensor:
         """[N, K] fp64."""

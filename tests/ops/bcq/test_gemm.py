@@ -17,8 +17,9 @@ from quantkit.cuda.source import KernelSource
 from quantkit.formats.bcq import SCALE_BITS
 from quantkit.ops.bcq.gemm import GemmLayout, GemmProblem, gemm_fits, gemm_layouts, gemm_unit, gemm_units, plan_gemm
 from quantkit.ops.bcq.instances import SEGMENTS, SOURCES, TILE_K
-from quantkit.ops.bcq.launch import Product, gemm_launches, gemm_problem
+from quantkit.ops.bcq.launch import Product, gemm, gemm_launches, gemm_problem
 from quantkit.ops.bcq.layout import BcqTiles
+from quantkit.ops.epilogue import Epilogue, apply_epilogue
 from tests.ops.bcq.cases import GEMM_MMA, random_weight
 from tests.ops.bcq.test_op import RTOL, TYPE_IDS, TYPES, reference, relative_error
 
@@ -82,7 +83,8 @@ def test_python_and_cuda_agree_on_the_sizes_in_shared_memory(monkeypatch: pytest
         it = GemmProblem(bits, bits + offset, 16, segments, 1, 1, 1, Gpu(row, PROCESSORS))
         for layout in gemm_layouts(it):
             shape = layout.shape
-            name = f"GemmShape<{bits}, {int(it.offsets_apart)}, 0, {', '.join(map(str, astuple(shape)))}>"
+            sizes = ", ".join(map(str, astuple(shape)[:-1]))
+            name = f"GemmShape<{bits}, false, {int(it.offsets_apart)}, 0, {sizes}>"
             scales = f"{segments} * QK_TILE_N * {it.entries} * 2"
             lines += [
                 f"static_assert({segments} * {name}::kSegmentTable == {it.table_bytes});",
@@ -124,12 +126,14 @@ def test_every_layout_matches_fp64_and_repeats(
         dtype, offset, scale_bits = TYPES[number % 2], number % 4 < 2, SCALE_BITS[number % 3 == 0]
         weight = random_weight(bits, n, k, group_size, offset=offset, scale_bits=scale_bits)
         x, bias = torch.randn(tokens, k, device=CUDA).to(dtype), torch.randn(n, device=CUDA).to(dtype)
-        tiles, expected = weight.to(CUDA).tiled(), reference(weight, x, bias)
-        for layout in _layouts(tiles, tokens, gpu):
-            y = _multiply(x, tiles, bias, gpu, layout)
-            error = relative_error(y, expected)
-            assert error < RTOL[dtype], f"{tokens=} {dtype=} {offset=} {scale_bits=} {layout} {error:.2e}"
-            assert torch.equal(_multiply(x, tiles, bias, gpu, layout), y), layout
+        expected = reference(weight, x, bias)
+        for codes in (False, True):
+            tiles = weight.to(CUDA).tiled(codes=codes)
+            for layout in _layouts(tiles, tokens, gpu):
+                y = _multiply(x, tiles, bias, gpu, layout)
+                error = relative_error(y, expected)
+                assert error < RTOL[dtype], f"{tokens=} {dtype=} {offset=} {scale_bits=} {codes=} {layout} {error:.2e}"
+                assert torch.equal(_multiply(x, tiles, bias, gpu, layout), y), layout
 
 
 @pytest.mark.cuda
@@ -139,7 +143,7 @@ def test_every_layout_matches_fp64_and_repeats(
 @pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (4, 128)])
 def test_planned_layout_on_odd_shapes(bits: int, group_size: int, tokens: int, row: Architecture | None) -> None:
     gpu, weight = _gpu(row), random_weight(bits, 130, 777, group_size, offset=True)
-    x, tiles = torch.randn(tokens, 777, device=CUDA).half(), weight.to(CUDA).tiled()
+    x, tiles = torch.randn(tokens, 777, device=CUDA).half(), weight.to(CUDA).tiled(codes=bits == 4)
     y = _multiply(x, tiles, None, gpu, _layouts(tiles, tokens, gpu)[0])
     assert relative_error(y, reference(weight, x, None)) < RTOL[torch.float16]
 
@@ -148,7 +152,7 @@ def test_planned_layout_on_odd_shapes(bits: int, group_size: int, tokens: int, r
 @pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 def test_tokens_do_not_disturb_each_other(dtype: torch.dtype, row: Architecture | None) -> None:
-    gpu, weight = _gpu(row), random_weight(4, 96, 1024, 128, offset=True).to(CUDA).tiled()
+    gpu, weight = _gpu(row), random_weight(4, 96, 1024, 128, offset=True).to(CUDA).tiled(codes=True)
     x = torch.randn(40, 1024, device=CUDA).to(dtype)
     for layout in _layouts(weight, 40, gpu):
         before = _multiply(x, weight, None, gpu, layout)
@@ -168,3 +172,35 @@ def test_thousands_of_tokens_through_the_op() -> None:
     gpu = _gpu(None)
     y = _multiply(x, tiles, None, gpu, plan_gemm(gemm_problem(tiles, 4095, gpu)))
     assert relative_error(y, reference(weight, x, None)) < RTOL[torch.float16]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tokens", [5, 70])
+def test_a_graph_replays_what_blocks_add_up_for_each_other(tokens: int) -> None:
+    """The counts by which blocks wait for each other begin at zero in every replay."""
+    weight = random_weight(4, 1040, 2560, 128, offset=True)
+    tiles, gpu = weight.to(CUDA).tiled(codes=True), _gpu(None)
+    layout = next(layout for layout in _layouts(tiles, tokens, gpu) if layout.shared_items)
+    x = torch.randn(tokens, 2560, device=CUDA).half()
+    expected = _multiply(x, tiles, None, gpu, layout)
+    graph, product = torch.cuda.CUDAGraph(), Product.of(x, tiles, None)
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            for launch in gemm_launches(product, gpu, layout):
+                launch.run()
+    for _ in range(3):
+        product.y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(product.y, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("activation", [None, "gelu", "silu"])
+def test_the_epilogue_rounds_as_kernels_behind_the_product_do(activation: str | None) -> None:
+    weight = random_weight(4, 330, 1024, 128, offset=True).to(CUDA).tiled(codes=True)
+    x, residual = torch.randn(20, 1024, device=CUDA).half(), torch.randn(20, 330, device=CUDA).half()
+    bias = torch.randn(330, device=CUDA).half()
+    epilogue = Epilogue(activation, residual)
+    plain = gemm(Product.of(x, weight, bias))
+    y = gemm(Product.of(x, weight, bias, epilogue=epilogue))
+    assert relative_error(y, apply_epilogue(plain, epilogue).double()) < RTOL[torch.float16]

@@ -13,14 +13,15 @@ PLANES = 16
 FIXED_POINT_RTOL = 2.0**-12  # 16-bit planes with one scale per segment of Gaussian x: a few 2^-16, with slack
 
 
+@pytest.mark.parametrize("codes", [False, True], ids=["planes", "codes"])
 @pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
 @pytest.mark.parametrize("offset", [False, True], ids=["plain", "offset"])
 @pytest.mark.parametrize(("n", "k", "group_size"), SHAPES, ids=SHAPE_IDS)
 def test_restoring_tiles_gives_the_canonical_bits(
-    n: int, k: int, group_size: int, offset: bool, scale_bits: int
+    n: int, k: int, group_size: int, offset: bool, scale_bits: int, codes: bool
 ) -> None:
     weight = random_weight(3, n, k, group_size, offset=offset, scale_bits=scale_bits)
-    before, after = weight.stored.named(), untile(weight.tiled()).named()
+    before, after = weight.stored.named(), untile(weight.tiled(codes=codes)).named()
     assert list(after) == list(before)
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype
