@@ -21,6 +21,7 @@ from quantkit.formats.base import PackedWeight
 from quantkit.formats.bipolar import PER_TOKEN, codes_to_values, quantize_activations
 from quantkit.formats.table import FORMATS, format_name, stored_bytes
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.nn.table import Layout
 
 TOLERANCE = {torch.float16: 3e-3, torch.float32: 1e-5}  # relative error in norm: the type's rounding, with slack
 _CHECKED_TOKENS = 8
@@ -61,13 +62,17 @@ class LinearResult:
 
 @dataclass(frozen=True)
 class LinearBench:
-    """What to time, and on what: methods as in bench/methods.py, each at every number of tokens."""
+    """What to time, and on what: methods as in bench/methods.py, each at every number of tokens.
+
+    layout: what the order of the weights on a GPU is for.
+    """
 
     shapes: Sequence[LinearShape]
     methods: Sequence[str]
     tokens: Sequence[int]
     device: torch.device
     energy: bool = False
+    layout: Layout = "latency"
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -121,10 +126,13 @@ def _energy(bench: LinearBench, calls: Sequence[Callable[[], Any]]) -> Energy | 
     return energy_per_call(calls, bench.device) if bench.energy else None
 
 
-def random_linear(spec: Any, shape: LinearShape, device: torch.device, dtype: torch.dtype) -> QuantizedLinear:
+def random_linear(
+    spec: Any, shape: LinearShape, device: torch.device, dtype: torch.dtype, layout: Layout = "latency"
+) -> QuantizedLinear:
     """A Linear with random content in the spec's format, in the order the device's kernels read."""
     size = (shape.out_features, shape.in_features)
     module = QuantizedLinear.from_packed(PackedWeight(spec, size, random_tensors(spec, size, device), {}), None, dtype)
+    module.layout = layout
     module.prepare_for_device()
     return module
 
@@ -138,9 +146,8 @@ def _time_method(
 ) -> Iterable[LinearResult]:
     dtype = compute_dtype(bench.device)
     weight_bytes = stored_bytes(spec, (shape.out_features, shape.in_features))
-    modules = [
-        random_linear(spec, shape, bench.device, dtype) for _ in range(rotation_length(weight_bytes, bench.device))
-    ]
+    count = rotation_length(weight_bytes, bench.device)
+    modules = [random_linear(spec, shape, bench.device, dtype, bench.layout) for _ in range(count)]
     peak = peak_bandwidth(bench.device)
     for tokens in bench.tokens:
         what = f"{name} at {shape.name}, {tokens} tokens"

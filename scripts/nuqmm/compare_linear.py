@@ -1,11 +1,11 @@
 """One Linear at 1 to 4096 rows of activations: quantkit beside its peers, same GPU, same run, same timing rules.
 
 python scripts/nuqmm/compare_linear.py [--shapes 12288x12288,...] [--rows 1,2,...] [--methods nuqmm-q4-g128,...]
-    [--peers fp8,tinygemm,humming-4] [--json FILE] [--update docs/bcq.md]
+    [--layouts latency,batch] [--peers fp8,tinygemm,humming-4] [--json FILE] [--update docs/bcq.md]
 
 fp16 is F.linear, fp8 torch._scaled_mm (e4m3 both sides), tinygemm torch._weight_int4pack_mm (bf16, 4 bits, g = 128),
 humming-N the PyPI package humming-kernels at N bits, g = 128 (compiled there by nvcc). Every result of ours is checked
-against fp64 before it is timed.
+against fp64 before it is timed. --layouts: the orders of our weights in memory; "batch" lines are called so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -24,6 +24,7 @@ from quantkit.bench.shapes import LinearShape, parse_shapes
 from quantkit.bench.timing import measure, rotation_length
 from quantkit.cli.common import check_json_path
 from quantkit.errors import BenchError
+from quantkit.nn.table import Layout
 from scripts.common import (
     chosen,
     command_line,
@@ -39,6 +40,7 @@ GROUP = 128
 INNER_K_TILES = 8
 FP8_ROWS = 16  # at least, of torch._scaled_mm
 MARK = "linear"
+FP16 = "fp16"
 Call = Callable[[], Any]
 Product = Callable[[int], Call]  # of so many rows
 
@@ -105,16 +107,20 @@ def peer_rows(name: str, shape: LinearShape, rows: Sequence[int]) -> Iterator[di
         yield {"shape": shape.name, "rows": number, "what": name, "us": measure(calls, CUDA).median * 1e6}
 
 
-def own_rows(shape: LinearShape, methods: Sequence[str], rows: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """fp16 and the methods at every number of rows."""
-    seen = set()
-    for result in run_linear(LinearBench([shape], methods, rows, CUDA)):
-        place = {"shape": shape.name, "rows": result.tokens}
-        if result.tokens not in seen:
-            seen.add(result.tokens)
-            yield {**place, "what": "fp16", "us": result.baseline_us}
-        facts = {"kernel": result.implementation, "peak_percent": result.peak_percent, "error": result.error}
-        yield {**place, "what": result.method, "us": result.median_us, **facts}
+def own_rows(
+    shape: LinearShape, methods: Sequence[str], rows: Sequence[int], layouts: Sequence[Layout]
+) -> Iterator[dict[str, Any]]:
+    """fp16, once, and the methods in every layout at every number of rows."""
+    for layout in layouts:
+        seen = set() if layout == layouts[0] else set(rows)
+        for result in run_linear(LinearBench([shape], methods, rows, CUDA, layout=layout)):
+            place = {"shape": shape.name, "rows": result.tokens}
+            if result.tokens not in seen:
+                seen.add(result.tokens)
+                yield {**place, "what": FP16, "us": result.baseline_us}
+            facts = {"kernel": result.implementation, "peak_percent": result.peak_percent, "error": result.error}
+            what = result.method if layout == "latency" else f"{result.method} {layout}"
+            yield {**place, "what": what, "us": result.median_us, **facts}
 
 
 def markdown(entries: Sequence[dict[str, Any]]) -> str:
@@ -133,20 +139,22 @@ def markdown(entries: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="4096x4096,12288x12288,28672x4096,4096x14336")
+    parser.add_argument("--shapes", default="12288x12288,4096x4096,28672x4096,4096x14336,8192x8192")
     parser.add_argument("--rows", default="1,2,4,8,16,32,64,128,256,1024,4096")
     parser.add_argument("--methods", default="nuqmm-q4-g128,nuqmm-q3-g128,nuqmm-q2-g128,bcq-w4-g128")
     parser.add_argument("--peers", default="fp8,tinygemm")
+    parser.add_argument("--layouts", default="latency,batch")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--update", type=Path, help="a Markdown file whose section of these tables is replaced")
     options = parser.parse_args()
     check_json_path(options.json)
     peers = chosen("--peers", options.peers, PEERS) if options.peers else []
     needed_gpu()
+    layouts = chosen("--layouts", options.layouts, get_args(Layout))
     rows = [int(number) for number in options.rows.split(",")]
     entries: list[dict[str, Any]] = []
     for shape in parse_shapes(options.shapes):
-        entries += own_rows(shape, options.methods.split(","), rows)
+        entries += own_rows(shape, options.methods.split(","), rows, layouts)
         for name in peers:
             entries += peer_rows(name, shape, rows)
             torch.cuda.empty_cache()

@@ -126,14 +126,13 @@ def test_every_layout_matches_fp64_and_repeats(
         dtype, offset, scale_bits = TYPES[number % 2], number % 4 < 2, SCALE_BITS[number % 3 == 0]
         weight = random_weight(bits, n, k, group_size, offset=offset, scale_bits=scale_bits)
         x, bias = torch.randn(tokens, k, device=CUDA).to(dtype), torch.randn(n, device=CUDA).to(dtype)
-        expected = reference(weight, x, bias)
-        for codes in (False, True):
-            tiles = weight.to(CUDA).tiled(codes=codes)
-            for layout in _layouts(tiles, tokens, gpu):
-                y = _multiply(x, tiles, bias, gpu, layout)
-                error = relative_error(y, expected)
-                assert error < RTOL[dtype], f"{tokens=} {dtype=} {offset=} {scale_bits=} {codes=} {layout} {error:.2e}"
-                assert torch.equal(_multiply(x, tiles, bias, gpu, layout), y), layout
+        codes = number // 2 % 2 == 1
+        tiles, expected = weight.to(CUDA).tiled(codes=codes), reference(weight, x, bias)
+        for layout in _layouts(tiles, tokens, gpu):
+            y = _multiply(x, tiles, bias, gpu, layout)
+            error = relative_error(y, expected)
+            assert error < RTOL[dtype], f"{tokens=} {dtype=} {offset=} {scale_bits=} {codes=} {layout} {error:.2e}"
+            assert torch.equal(_multiply(x, tiles, bias, gpu, layout), y), layout
 
 
 @pytest.mark.cuda
