@@ -9,12 +9,13 @@ from quantkit.cuda.device import gpu_of
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import BcqSpec, BcqTensors
 from quantkit.ops.bcq.autotune import ensure_measured
-from quantkit.ops.bcq.launch import takes_codes
+from quantkit.ops.bcq.candidates import takes_codes
 from quantkit.ops.bcq.layout import BcqTiles, tile, untile
 from quantkit.ops.bcq.op import bcq_linear, bcq_linear_prepared, bcq_linear_with_epilogue
 from quantkit.ops.epilogue import Epilogue
 
 _CODES = "code_tiles"  # the name of the tiles in the order for batches
+
 
 def forward(spec: BcqSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] -> [..., N] in x's dtype; the CPU runs the reference twin."""

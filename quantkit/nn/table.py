@@ -12,7 +12,6 @@ from quantkit.formats.base import Shape, Tensors
 from quantkit.nn import bcq_linear, bipolar_linear, flatten_linear
 from quantkit.ops.epilogue import Epilogue
 
-
 Layout = Literal["latency", "batch"]
 """What a weight's order in a GPU's memory is for: one to four tokens at a time, or many."""
 

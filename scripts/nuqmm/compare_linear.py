@@ -150,7 +150,7 @@ def main() -> None:
     check_json_path(options.json)
     peers = chosen("--peers", options.peers, PEERS) if options.peers else []
     needed_gpu()
-    layouts = chosen("--layouts", options.layouts, get_args(Layout))
+    layouts: list[Any] = chosen("--layouts", options.layouts, get_args(Layout))
     rows = [int(number) for number in options.rows.split(",")]
     entries: list[dict[str, Any]] = []
     for shape in parse_shapes(options.shapes):

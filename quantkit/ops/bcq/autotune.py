@@ -29,9 +29,10 @@ from quantkit.cuda.device import gpu_of
 from quantkit.cuda.timing import cold_seconds
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import CODE_BITS
+from quantkit.ops.bcq.candidates import binary_segment, candidates
 from quantkit.ops.bcq.gemm import FUSED
 from quantkit.ops.bcq.instances import SOURCES
-from quantkit.ops.bcq.launch import binary_segment, candidates, product
+from quantkit.ops.bcq.launch import product
 from quantkit.ops.bcq.layout import BcqTiles
 from quantkit.storage.checks import check_document, map_of, text
 from quantkit.storage.documents import read_json
@@ -57,7 +58,7 @@ Measurements = dict[str, dict[str, dict[str, str]]]
 def shape_class(
     weight_bits: int, out_features: int, in_features: int, group_size: int, scale_bits: int = 16, codes: bool = False
 ) -> str:
-    """Shapes that share a measurement: planes, activation segment, N and K to the nearest power of two, scales, order."""
+    """Shapes that share a measurement: planes, segment, N and K to the nearest power of two, scales, order."""
     segment = binary_segment(group_size, in_features) or "bytes"
     scales = f"-scales{scale_bits}" if scale_bits == CODE_BITS else ""
     order = "-batch" if codes else ""

@@ -1,8 +1,8 @@
 """Sign words as codes of a weight's levels, from which the fused product makes selectors with few instructions.
 
 ``words`` [..., bits, 128] int32 hold 32 columns of a row each, a word per plane (layout.py). In the order of codes the
-same bits stand where kernels/bcq/levels.cuh draws them, planes 1 to 3 of the first four as whether they agree with plane
-0. Both directions are exact.
+same bits stand where kernels/bcq/level_codes.cuh draws them, planes 1 to 3 of the first four as whether they agree with
+plane 0. Both directions are exact.
 """
 
 from __future__ import annotations

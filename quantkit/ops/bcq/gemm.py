@@ -63,8 +63,8 @@ class GemmShape:
     """An instance without its types.
 
     tokens: of a tile. row_groups: groups of four consumer warps of a block, each with rows of its own. phases: as many
-    times these groups, which take the k tiles of the same rows in turn. slots: of a warp's ring. warpgroups: whether the
-    four warps of a group multiply together.
+    times these groups, which take the k tiles of the same rows in turn. slots: of a warp's ring. warpgroups: whether
+    the four warps of a group multiply together.
     """
 
     tokens: int
@@ -204,7 +204,8 @@ def _cycles(it: GemmProblem, layout: GemmLayout) -> float:
     rounds = ceil(layout.whole_items / layout.blocks)
     tiles = rounds * it.k_tiles + ceil(layout.shared_items * it.k_tiles / layout.blocks)
     busy_groups = phases * ceil(it.n_tiles / (layout.ranges * _GROUP_WARPS))
-    tile = _EXPAND_CYCLES + it.weight_bits * (_CODE_CYCLES if it.codes else _PLANE_CYCLES) + _PRODUCT_CYCLES[shape.tokens]
+    plane = _CODE_CYCLES if it.codes else _PLANE_CYCLES
+    tile = _EXPAND_CYCLES + it.weight_bits * plane + _PRODUCT_CYCLES[shape.tokens]
     step = max(busy_groups * tile, _TILE_LATENCY + tile / 2, phases * shape.tokens * TILE_K * 2 / _X_BYTES_PER_CYCLE)
     shared = layout.shared_items and (1 if layout.blocks % layout.shared_items == 0 else 2)  # segments of a block
     sums = (rounds + shared) * shape.tokens * shape.row_groups * _ROW_GROUP_CYCLES

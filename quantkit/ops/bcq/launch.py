@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from quantkit.cuda.architectures import WARP_THREADS, Architecture, Kernel
+from quantkit.cuda.architectures import WARP_THREADS, Kernel
 from quantkit.cuda.device import Gpu, gpu_of
 from quantkit.cuda.launch import DTYPE_CODES, Launch
 from quantkit.cuda.parameters import Argument
 from quantkit.errors import KernelError
-from quantkit.formats.bcq import group_count, group_width
-from quantkit.ops.bcq.gemm import ARRANGE, FUSED, TOKEN_BAND, GemmLayout, GemmProblem, gemm_fits, gemm_unit, plan_gemm
+from quantkit.formats.bcq import group_width
+from quantkit.ops.bcq.candidates import binary_segment, candidates
+from quantkit.ops.bcq.gemm import ARRANGE, TOKEN_BAND, GemmLayout, GemmProblem, gemm_unit, plan_gemm
 from quantkit.ops.bcq.instances import (
     ARRANGE_THREADS,
     ARRANGE_TOKENS,
@@ -26,7 +27,6 @@ from quantkit.ops.bcq.instances import (
     LUT_THREADS,
     LUT_WARPS,
     PANEL_K,
-    SOURCES,
     SUM_PARTIALS,
     TILE_K,
     GemvTile,
@@ -34,15 +34,12 @@ from quantkit.ops.bcq.instances import (
     gemv_case,
     lut_residency,
     lut_unit,
-    segment_width,
 )
 from quantkit.ops.bcq.layout import BcqTiles, tile_counts
 from quantkit.ops.bcq.plan import plan_gemv
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
 
 _WORD, _VECTOR_BYTES = 32, 16
-_OF_CODES = (*FUSED, Kernel.BCQ_DEQUANTIZE)  # kernels that read the order for batches
-_GEMV_TYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,13 +101,6 @@ def _weight_args(weight: BcqTiles) -> dict[str, Argument]:
         "groups": weight.groups,
         "entries": weight.entries,
     }
-
-
-def binary_segment(group_size: int, in_features: int) -> int | None:
-    """Elements of x per activation scale of the tensor-core GEMVs, or None where the group size rules them out."""
-    if group_count(group_size, in_features) == 1:
-        return segment_width(0)  # one group: every segment belongs to it
-    return segment_width(group_size) if group_size % _WORD == 0 else None
 
 
 def _magic(divisor: int) -> int:
@@ -302,33 +292,6 @@ def dequantize_tiles(weight: BcqTiles, dtype: torch.dtype) -> Tensor:
     dequantized = torch.empty(shape, dtype=dtype, device=weight.tiles.device)
     dequantize_launch(weight, dequantized).run()
     return dequantized
-
-
-@cache
-def candidates(
-    dtype: torch.dtype,
-    row: Architecture,
-    *,
-    weight_bits: int,
-    group_size: int,
-    in_features: int,
-    codes: bool = False,
-) -> tuple[Kernel, ...]:
-    """Kernels that a generation has for activations of ``dtype``; fp32 ones keep fp32 weights (dequantize)."""
-    if dtype not in _GEMV_TYPES:
-        return (Kernel.BCQ_DEQUANTIZE,)
-    segment = binary_segment(group_size, in_features)
-    if segment is None:
-        return Kernel.BCQ_LUT_GEMV, Kernel.BCQ_DEQUANTIZE
-    fused = gemm_fits(weight_bits, segment, row)
-    usable = (kernel for kernel in SOURCES if kernel in row.kernels and (fused or kernel not in FUSED))
-    return tuple(kernel for kernel in usable if not codes or kernel in _OF_CODES)
-
-
-def takes_codes(row: Architecture, weight_bits: int, group_size: int, in_features: int) -> bool:
-    """Whether a generation has a product for a weight in the order for batches."""
-    shape = {"weight_bits": weight_bits, "group_size": group_size, "in_features": in_features}
-    return any(kernel in FUSED for kernel in candidates(torch.float16, row, **shape, codes=True))
 
 
 def product(

@@ -9,7 +9,7 @@ from torch import Tensor
 from quantkit.cuda.architectures import ARCHITECTURES, Architecture, Kernel
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import SCALE_BITS, BcqTensors
-from quantkit.ops.bcq.launch import candidates
+from quantkit.ops.bcq.candidates import candidates
 from quantkit.ops.bcq.op import bcq_dequantize, bcq_linear, bcq_linear_prepared
 from tests.ops.bcq.cases import (
     BINARY,
