@@ -30,6 +30,26 @@ def test_prepared_module_computes_the_same(scale_bits: int) -> None:
     assert torch.equal(linear(x), expected)
 
 
+@pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
+def test_the_order_for_batches_computes_the_same_and_is_restored_bit_for_bit(scale_bits: int) -> None:
+    linear, x = make_linear(scale_bits=scale_bits), torch.randn(2, 5, 328)
+    expected, before = linear(x), {name: tensor.clone() for name, tensor in linear.state_dict().items()}
+    linear.layout = "batch"
+    linear.prepare()
+    assert "code_tiles" in linear.held
+    assert torch.equal(linear(x), expected)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in linear.state_dict().items())
+
+
+def test_weights_that_no_product_reads_in_the_order_for_batches_keep_the_other() -> None:
+    weight = random_weight(3, 40, 320, 40, offset=True)
+    packed = PackedWeight(BcqSpec(3, 40, True), (40, 320), weight.stored.named(), {})
+    linear = QuantizedLinear.from_packed(packed, None, torch.float32)
+    linear.layout = "batch"
+    linear.prepare()
+    assert "tiles" in linear.held
+
+
 def test_prepared_tensors_replace_the_canonical_ones() -> None:
     linear = make_linear()
     linear.prepare()
