@@ -31,16 +31,6 @@ from quantkit.storage.resume import Workspace, passing_workspace
 Keep = Callable[[Mapping[str, Any]], AbstractContextManager[Workspace]]
 """What a work is of -> where its finished pieces stand while it lasts."""
 
-ACTIVATIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What hidden states are stored in between blocks, by the name that a user gives."""
-
-
-def check_activations(activations: str) -> None:
-    """Raise ModelError for a dtype that hidden states are not stored in."""
-    if activations not in ACTIVATIONS:
-        raise ModelError(f"`activations` {activations}: choose {' or '.join(ACTIVATIONS)}")
-
-
 def calibrate(
     stream: ModelStream,
     tokenizer: Any,

@@ -66,11 +66,11 @@ def calibrate(
             corpus = load_text(dataset, text, split="train")
             import torch
 
-            from quantkit.calibration.runner import ACTIVATIONS, check_activations
             from quantkit.calibration.runner import calibrate as collect
+            from quantkit.models.streaming import activations_dtype
             from quantkit.storage.resume import workspace
 
-            check_activations(activations)
+            hidden = activations_dtype(activations)
             stream, tokenizer = open_stream(model, dtype=torch.float32, device=chosen_device(device))
             result = collect(
                 stream,
@@ -80,7 +80,7 @@ def calibrate(
                 windows=windows,
                 seq_len=seq_len,
                 seed=seed,
-                activations=ACTIVATIONS[activations],
+                activations=hidden,
                 keep=partial(workspace, checked_place(out, "output"), restart=restart),
             )
         from quantkit.calibration.artifact import write_calibration

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
-from quantkit.calibration.runner import ACTIVATIONS, check_activations
 from quantkit.checkpoint.config import CheckpointConfig, bits_per_weight, config_to_json
 from quantkit.checkpoint.names import stored_names, with_stored_names
 from quantkit.checkpoint.write import folder_bytes, foreign, save_checkpoint, save_surroundings
@@ -27,6 +26,7 @@ from quantkit.methods import METHODS, LayerPlan, check_recipe, plan_layers
 from quantkit.models.families import block_linears
 from quantkit.models.loading import is_quantized, open_stream, stored_dtype, stream_fingerprint
 from quantkit.models.stream import ModelStream
+from quantkit.models.streaming import activations_dtype
 from quantkit.models.unquantized import Unquantized, check_unquantized_weights, unquantized
 from quantkit.recipe import Recipe
 from quantkit.runtime import int8_attention
@@ -84,7 +84,7 @@ def quantize_model(
             save_surroundings(job.stream.model, job.tokenizer, output.work)
         started = time.perf_counter()
         with workspace(output.place, identity, restart=options.restart) as work:
-            config, report = _quantize(job, work, ACTIVATIONS[options.activations])
+            config, report = _quantize(job, work, activations_dtype(options.activations))
             seconds = time.perf_counter() - started
             document = {"quantkit": quantkit.__version__, "model": model, "recipe": _recipe_document(recipe), **report}
             loaded = job.stream.model.to(job.dtype)
@@ -116,7 +116,7 @@ class Job:
 
 def open_job(model: str, recipe: Recipe, calibration: Path | None, options: QuantizeOptions) -> Job:
     """Open the model and plan its layers; no weight is read. Raises QuantkitError as quantize_model does."""
-    check_activations(options.activations)
+    activations_dtype(options.activations)
     if is_quantized(model):
         raise ModelError(f"model {model} is quantized already; give the floating-point original")
     artifact = load_calibration(calibration) if calibration else None
@@ -134,7 +134,7 @@ def expect(job: Job, options: QuantizeOptions) -> Estimate:
     runs_text = job.recipe.attention_bits is not None or any(
         METHODS[plan.method].needs_hessian(plan.settings) for plan in job.plans.values()
     )
-    stored = ACTIVATIONS[options.activations].itemsize if runs_text else 0
+    stored = activations_dtype(options.activations).itemsize if runs_text else 0
     return estimate(job.stream, job.plans, job.artifact, job.dtype, stored)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,22 +35,34 @@ class BlockCall:
 class BlockInputs:
     """What flows into a block.
 
-    hidden: [windows, seq_len, hidden_size] on the CPU; one window is on the device at a time.
+    hidden: [windows, seq_len, hidden_size] in any place; one window at a time is handed to the block.
     calls: how each block is called, in block order; the same for every window, as all have one length.
     dtype: what the blocks compute in; ``hidden`` may be stored in fewer bits.
+    rest: what a block returns behind the hidden states; None where it returns them bare.
     """
 
     hidden: Tensor
     calls: tuple[BlockCall, ...]
     dtype: torch.dtype
+    rest: tuple[Any, ...] | None = None
 
     def with_hidden(self, hidden: Tensor) -> BlockInputs:
         """The same with other hidden states."""
         return replace(self, hidden=hidden)
 
 
+_ACTIVATIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def activations_dtype(activations: str) -> torch.dtype:
+    """What hidden states are stored in between blocks, by the name that a user gives. Raises ModelError for others."""
+    if activations not in _ACTIVATIONS:
+        raise ModelError(f"`activations` {activations}: choose {' or '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[activations]
+
+
 Room = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""(shape, dtype) -> a tensor on the CPU to hold hidden states, in memory or mapped from a file."""
+"""(shape, dtype) -> a tensor to hold hidden states, in memory, on a GPU or mapped from a file."""
 
 
 def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -62,19 +74,24 @@ class _Captured(Exception):
     """Ends a forward pass once the first block was reached."""
 
 
+class BlocksReadTextError(ModelError):
+    """A model's blocks are handed something that depends on the text, so it runs as a whole only."""
+
+
 @torch.no_grad()
 def capture_inputs(
     stream: ModelStream, windows: Tensor, *, room: Room = in_memory, dtype: torch.dtype | None = None
 ) -> BlockInputs:
     """Inputs of the first decoder block for every window, and how each block is called.
 
-    windows: [n, seq_len] token ids. room: where the hidden states go. dtype: what they are stored in; by default what
-    the model computes in.
+    windows: [n, seq_len] token ids. room: where the hidden states go. dtype: what they are stored in, where that is
+    narrower than what the model computes in.
     Raises ModelError where the blocks are no plain chain (each fed by the one before), or for an unknown structure.
     """
     with stream.outside():
-        calls, width, computed = _recorded_calls(stream, windows)
-        hidden = room((*windows.shape, *width), dtype or computed)
+        found = _recorded_calls(stream, windows)
+        narrower = dtype is not None and dtype.itemsize < found.dtype.itemsize
+        hidden = room((*windows.shape, *found.width), dtype if narrower and dtype is not None else found.dtype)
         numbers = iter(range(len(windows)))
 
         def catch(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -89,7 +106,7 @@ def capture_inputs(
                     body(window.to(stream.device, torch.long), use_cache=False)
         finally:
             handle.remove()
-    return BlockInputs(hidden, calls, computed)
+    return BlockInputs(hidden, found.calls, found.dtype, found.rest)
 
 
 def stored_inputs(
@@ -102,10 +119,10 @@ def stored_inputs(
     if not work.finished:
         return capture_inputs(stream, windows, room=partial(work.state, first), dtype=dtype)
     with stream.outside(), torch.no_grad():
-        calls, width, computed = _recorded_calls(stream, windows)
-    hidden = work.state(work.finished, (*windows.shape, *width), dtype)
+        found = _recorded_calls(stream, windows)
+    hidden = work.state(work.finished, (*windows.shape, *found.width), dtype)
     work.check_state(hidden)
-    return BlockInputs(hidden, calls, computed)
+    return BlockInputs(hidden, found.calls, found.dtype, found.rest)
 
 
 def run_block(block: nn.Module, inputs: BlockInputs, index: int) -> Iterator[tuple[int, Tensor]]:
@@ -183,21 +200,27 @@ def _temper(hessian: Tensor, tokens: int) -> None:
     hessian.diagonal().add_(equal * (1 - trust(tokens)))
 
 
-Recorded = tuple[tuple[BlockCall, ...], tuple[int, ...], torch.dtype]
-"""How each block is called, the shape of a hidden state behind [n, seq_len], and what the blocks compute in."""
+@dataclass(frozen=True)
+class _Recorded:
+    """What one pass shows. width: the shape of a hidden state behind [n, seq_len]. Others as in BlockInputs."""
+
+    calls: tuple[BlockCall, ...]
+    width: tuple[int, ...]
+    dtype: torch.dtype
+    rest: tuple[Any, ...] | None
 
 
-def _recorded_calls(stream: ModelStream, windows: Tensor) -> Recorded:
+def _recorded_calls(stream: ModelStream, windows: Tensor) -> _Recorded:
     """_record_calls, once it is known that what the blocks are called with does not depend on the text.
 
-    Raises ModelError where it does: the calls of one window would be wrong for another.
+    Raises BlocksReadTextError where it does: the calls of one window would be wrong for another.
     """
     ends = [windows[end][None].to(stream.device, torch.long) for end in ((0, -1) if len(windows) > 1 else (0,))]
     with stream.block(0):
         found = [_record_calls(stream, window) for window in ends]
-    for index, (first, other) in enumerate(zip(found[0][0], found[-1][0], strict=True)):
+    for index, (first, other) in enumerate(zip(found[0].calls, found[-1].calls, strict=True)):
         if not _same(first.arguments, other.arguments) or not _same(first.keywords, other.keywords):
-            raise ModelError(
+            raise BlocksReadTextError(
                 f"{type(stream.model).__name__}: hands block {index} something that depends on the text; models with "
                 "such blocks (inputs per layer) cannot be run block by block"
             )
@@ -215,7 +238,7 @@ def _same(first: Any, other: Any) -> bool:
     return True
 
 
-def _record_calls(stream: ModelStream, window: Tensor) -> Recorded:
+def _record_calls(stream: ModelStream, window: Tensor) -> _Recorded:
     """Arguments of every block in one pass; they differ where layers attend differently (sliding, local rope).
 
     Only the first block computes: what the model hands to a block depends on the tokens' places alone. The others give
@@ -247,14 +270,27 @@ def _record_calls(stream: ModelStream, window: Tensor) -> Recorded:
         return outputs[-1]
 
     forward = blocks[0].forward
-    with stream.block(0), ExitStack() as stack:
-        for number, block in enumerate(blocks):
-            stack.callback(block.__dict__.pop, "forward")
-            block.forward = pass_on if number else compute
+    with stream.block(0), replaced_forwards(blocks, [compute, *[pass_on] * (len(blocks) - 1)]):
         model_body(stream.model)(window, use_cache=False)
     if len(calls) != len(blocks):
         raise ModelError(f"{name}: a pass runs {len(calls)} of its {len(blocks)} blocks")
-    return tuple(calls), tuple(shape[0][2:]), _first(outputs[0]).dtype
+    rest = outputs[0][1:] if isinstance(outputs[0], tuple) else None
+    return _Recorded(tuple(calls), tuple(shape[0][2:]), _first(outputs[0]).dtype, rest)
+
+
+@contextmanager
+def replaced_forwards(blocks: Sequence[nn.Module], functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """While entered, the blocks compute these functions instead."""
+    former = [vars(block).get("forward") for block in blocks]
+    try:
+        for block, function in zip(blocks, functions, strict=True):
+            block.forward = function
+        yield
+    finally:
+        for block, own in zip(blocks, former, strict=True):
+            vars(block).pop("forward", None)
+            if own is not None:
+                block.forward = own
 
 
 def _first(output: Any) -> Any:

@@ -50,8 +50,13 @@ def block_stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
         if isinstance(module[0], LINEAR_TYPES):
             continue
         # In any of them: the first ones may have been quantized already.
-        if any(isinstance(child, LINEAR_TYPES) for block in module for child in block.modules()):
+        if any(_multiplies(child) for block in module for child in block.modules()):
             yield name, module
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether the module is a Linear, or stands for one and says its sizes, as quantized ones do."""
+    return isinstance(module, LINEAR_TYPES) or (hasattr(module, "in_features") and hasattr(module, "out_features"))
 
 
 def _is_block(module: nn.Module) -> bool:
