@@ -47,6 +47,7 @@ class Method:
         outside the decoder blocks and then for each block, and edits what is not on the meta device.
     hessian_features: (LayerInput without Hessian, settings) -> what the Hessian is taken of, a function of the
         layer's input x [M, K] giving [M, C]; None: x itself.
+    independent_rows: whether each row of a weight is quantized without regard to the others.
     """
 
     settings: type[Any]
@@ -56,6 +57,7 @@ class Method:
     needs_hessian: Callable[[Any], bool] = _never
     transform: Callable[[nn.Module, Mapping[str, LayerPlan], Any], Transformed] | None = None
     hessian_features: Callable[[LayerInput, Any], Callable[[Tensor], Tensor]] | None = None
+    independent_rows: bool = False
 
 
 def _always(settings: Any) -> bool:
@@ -63,7 +65,9 @@ def _always(settings: Any) -> bool:
 
 
 METHODS: dict[str, Method] = {
-    "bcq": Method(bcq.BcqSettings, bcq.quantize, bcq.stored_specs, needs_hessian=bcq.needs_hessian),
+    "bcq": Method(
+        bcq.BcqSettings, bcq.quantize, bcq.stored_specs, needs_hessian=bcq.needs_hessian, independent_rows=True
+    ),
     "bipolar": Method(
         bipolar.BipolarSettings,
         bipolar.quantize,
@@ -82,7 +86,13 @@ METHODS: dict[str, Method] = {
         hessian_features=flatten.flattened_activations,
     ),
     "hqq": Method(hqq.HqqSettings, hqq.quantize, hqq.stored_specs),
-    "rtn": Method(rounding.RtnSettings, rounding.quantize, rounding.stored_specs, needs_hessian=rounding.needs_hessian),
+    "rtn": Method(
+        rounding.RtnSettings,
+        rounding.quantize,
+        rounding.stored_specs,
+        needs_hessian=rounding.needs_hessian,
+        independent_rows=True,
+    ),
 }
 
 

@@ -20,16 +20,18 @@ from quantkit.data.windows import check_seq_len, check_vocabulary, shuffled_wind
 from quantkit.errors import ModelError, StatsError
 from quantkit.models.experts import expert_linears
 from quantkit.models.families import block_linears, linear_shape
-from quantkit.models.inputs import InputTap
 from quantkit.models.loading import is_quantized, stream_fingerprint
 from quantkit.models.stream import ModelStream
-from quantkit.models.streaming import BlockInputs, advance, run_block, stored_inputs
+from quantkit.models.streaming import BlockInputs, fast_products, state_room, stored_inputs
+from quantkit.models.watching import watch_block
 from quantkit.progress import track
+from quantkit.ranks import ALONE, Ranks
 from quantkit.stats import LayerStats
-from quantkit.storage.resume import Workspace, passing_workspace
+from quantkit.storage.resume import Commits, Workspace, passing_workspace, shared_workspace
 
 Keep = Callable[[Mapping[str, Any]], AbstractContextManager[Workspace]]
 """What a work is of -> where its finished pieces stand while it lasts."""
+
 
 def calibrate(
     stream: ModelStream,
@@ -42,11 +44,13 @@ def calibrate(
     seed: int,
     activations: torch.dtype = torch.float32,
     keep: Keep = passing_workspace,
-) -> Calibration:
+    ranks: Ranks = ALONE,
+) -> Calibration | None:
     """Statistics of every Linear of the decoder blocks over seeded windows of the corpus.
 
     Experts are calibrated by the tokens routed to them.
     name: what the artifact calls the model. activations: what hidden states are stored in between blocks.
+    ranks: those that share the windows; the first gets the result, the others None.
     Raises ModelError (also for a quantized model) and DataError before the pass; StatsError, naming the layer, for
     NaN or Inf in an activation.
     """
@@ -59,7 +63,7 @@ def calibrate(
     check_vocabulary(ids, model, name=corpus.name)
     chosen = shuffled_windows(ids, seq_len, windows, seed=seed, name=corpus.name)
     text = TextSource(name=corpus.name, sha256=corpus.sha256, seed=seed, windows=windows)
-    found = stream_fingerprint(stream)
+    found = ranks.lead(lambda: stream_fingerprint(stream))
     identity = {
         "version": __version__,
         "model": found,
@@ -67,19 +71,27 @@ def calibrate(
         "activations": str(activations),
         "device": stream.device.type,
     }
-    with keep(identity) as work:
-        layers = collect(stream, chosen, seed=seed, activations=activations, work=work)
+    with shared_workspace(ranks, lambda: keep(identity)) as work:
+        layers = collect(stream, chosen, seed=seed, activations=activations, work=work, ranks=ranks)
+    if layers is None:
+        return None
     meta = CalibrationMeta(model=name, fingerprint=found, texts=(text,), seq_len=seq_len, quantkit=__version__)
     return Calibration(layers, chosen.to(torch.int32), meta)
 
 
 @torch.no_grad()
 def collect(
-    stream: ModelStream, windows: Tensor, *, seed: int, activations: torch.dtype, work: Workspace
-) -> dict[str, LayerStats]:
+    stream: ModelStream,
+    windows: Tensor,
+    *,
+    seed: int,
+    activations: torch.dtype,
+    work: Workspace,
+    ranks: Ranks = ALONE,
+) -> dict[str, LayerStats] | None:
     """LayerStats of each Linear over windows [n, seq_len]; Linears fed by one tensor share one object.
 
-    seed: of the sample of rows. work: each block is a piece of it.
+    seed: of the sample of rows. work: each block is a piece of it. ranks: None is for those but the first.
     Raises StatsError for NaN, Inf, or a Linear that is not run on every token, other than an expert's.
     """
     linears, last = block_linears(stream.model), len(stream.blocks) - 1
@@ -90,20 +102,26 @@ def collect(
             return RoutedCollector(name, columns, seed, stream.device)
         return Collector(name, columns, positions, stream.device)
 
-    inputs = stored_inputs(stream, windows, work, activations, first=0) if work.finished <= last else None
-    for index in track(range(work.finished, last + 1), "calibrate"):
-        assert inputs is not None
-        prefix, _ = stream.blocks[index]
-        own = {name: module for name, module in linears.items() if stream.owner(name) == prefix}
-        following = None if index == last else work.state(index + 1, tuple(inputs.hidden.shape), activations)
-        with stream.block(index) as block:
-            stats, aliases = _collect_block(block, own, inputs, index, following, new)
-        tensors = {f"{name}:{field}": getattr(one, field) for name, one in stats.items() for field in STATS_FIELDS}
-        tokens = {name: one.tokens for name, one in stats.items()}
-        work.commit(tensors, {"aliases": aliases, "tokens": tokens}, following)
-        if following is not None:
-            inputs = inputs.with_hidden(following)
-    return _read_back(work, list(linears))
+    begun = work.finished
+    with fast_products(stream.device), Commits(work, ranks, stream.device) as commits:
+        inputs = None
+        if begun <= last:
+            inputs = stored_inputs(stream, windows, work, activations, first=0, ranks=ranks)
+        for index in track(range(begun, last + 1), "calibrate"):
+            assert inputs is not None
+            prefix, _ = stream.blocks[index]
+            own = {name: module for name, module in linears.items() if stream.owner(name) == prefix}
+            following, hidden = None, inputs.hidden
+            if index < last:
+                following = state_room(stream.device, work, index + 1, tuple(hidden.shape), hidden.dtype)
+            with stream.block(index) as block:
+                stats, aliases = _collect_block(block, own, inputs, index, following, new, ranks)
+            tensors = {f"{name}:{field}": getattr(one, field) for name, one in stats.items() for field in STATS_FIELDS}
+            tokens = {name: one.tokens for name, one in stats.items()}
+            commits.commit(tensors, {"aliases": aliases, "tokens": tokens}, following)
+            if following is not None:
+                inputs = inputs.with_hidden(following)
+    return _read_back(work, list(linears)) if ranks.leads else None
 
 
 def _collect_block(
@@ -113,6 +131,7 @@ def _collect_block(
     index: int,
     following: Tensor | None,
     new: Callable[[str, int], Collector],
+    ranks: Ranks,
 ) -> tuple[dict[str, LayerStats], dict[str, str]]:
     """(statistics by the first Linear of each input, that Linear for each) of one block; its outputs in following.
 
@@ -125,20 +144,18 @@ def _collect_block(
             collectors[name] = new(name, x.shape[1])
         collectors[name].update(x)
 
-    with InputTap(linears, update) as tap:
-        if following is None:
-            for _ in run_block(block, inputs, index):
-                pass
-        else:
-            advance(block, inputs, index, following)
-    aliases = dict(tap.aliases)
+    watched = watch_block(block, inputs, index, [(linears, update)], into=following, ranks=ranks)
     for name, module in linears.items():
-        if name not in aliases:
-            aliases[name], collectors[name] = name, new(name, linear_shape(module)[1])
-            if not isinstance(collectors[name], RoutedCollector):
+        if name not in watched.aliases:
+            if not isinstance(new(name, 1), RoutedCollector):
                 raise StatsError(f"{name}: the model never runs it, so there is nothing to calibrate on")
+            if watched.owner(name, module) == ranks.number:
+                collectors[name] = new(name, linear_shape(module)[1])
     tokens = inputs.hidden.shape[0] * inputs.hidden.shape[1]
-    return {name: collector.result(tokens) for name, collector in collectors.items()}, aliases
+    own = {name: collector.result(tokens) for name, collector in collectors.items()}
+    found = {name: stats for each in ranks.collect(own) for name, stats in each.items()}
+    owners = dict.fromkeys(watched.aliases[name] for name in linears)
+    return {name: found[name] for name in owners}, {name: watched.aliases[name] for name in linears}
 
 
 def _read_back(work: Workspace, names: list[str]) -> dict[str, LayerStats]:

@@ -66,6 +66,12 @@ class AttentionScales:
     key: float
     value: float
 
+    def covering(self, other: AttentionScales | None) -> AttentionScales:
+        """Scales that reach as far as both."""
+        if other is None:
+            return self
+        return AttentionScales(max(self.query, other.query), max(self.key, other.key), max(self.value, other.value))
+
 
 @dataclass(frozen=True)
 class CheckpointConfig:

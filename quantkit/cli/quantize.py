@@ -50,14 +50,19 @@ def quantize(
 
     loaded_recipe = load_recipe(recipe, settings or ())
     from quantkit.jobs.quantize import QuantizeOptions, expect, open_job, quantize_model
+    from quantkit.ranks import joined
 
-    options = QuantizeOptions(chosen_device(device), activations, overwrite=overwrite, restart=restart)
-    if dry_run:
-        check_folder(out, checked_place(out, "output"), Path(model))
-        job = open_job(model, loaded_recipe, calibration, options)
-        _show_estimate(expect(job, options), job.unquantized, json_path)
+    with joined(chosen_device(device)) as (ranks, own):
+        options = QuantizeOptions(own, activations, overwrite=overwrite, restart=restart, ranks=ranks)
+        if dry_run:
+            if ranks.leads:
+                check_folder(out, checked_place(out, "output"), Path(model))
+                job = open_job(model, loaded_recipe, calibration, options)
+                _show_estimate(expect(job, options), job.unquantized, json_path)
+            return
+        result = quantize_model(model, loaded_recipe, out, calibration=calibration, options=options)
+    if result is None:
         return
-    result = quantize_model(model, loaded_recipe, out, calibration=calibration, options=options)
     tokens = [measured["tokens"] for measured in result.report.values() if "tokens" in measured]
     print_facts(
         {

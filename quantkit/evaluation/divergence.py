@@ -138,16 +138,6 @@ def check_same_tokens(reference_tokenizer: Any, tokenizer: Any, corpus: Corpus) 
 
 
 @torch.no_grad()
-def window_scores(reference: Any, model: Any, tokens: Tensor) -> TokenScores:
-    """Scores of the predictions of tokens[1:]; tokens: [seq_len].
-
-    Raises StatsError if either model puts out NaN or Inf.
-    """
-    logits = [each(tokens[None].to(_device(each)), use_cache=False).logits[0, :-1] for each in (reference, model)]
-    return score_logits(logits[0], logits[1], tokens[1:])
-
-
-@torch.no_grad()
 def score_logits(reference: Tensor, logits: Tensor, targets: Tensor) -> TokenScores:
     """Scores from the logits [tokens, vocabulary] of both models, in fp64; targets: [tokens] int64, what followed."""
     parts = []
@@ -161,10 +151,6 @@ def score_logits(reference: Tensor, logits: Tensor, targets: Tensor) -> TokenSco
             raise StatsError("a model puts out NaN or Inf; its divergence is undefined")
         parts.append((kl.clamp_min(0), first.argmax(dim=-1) == second.to(first.device).argmax(dim=-1), *losses))
     return TokenScores(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
-
-
-def _device(model: Any) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _fields(scores: TokenScores) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from quantkit.models.loading import is_quantized, open_stream, stored_dtype, str
 from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import activations_dtype
 from quantkit.models.unquantized import Unquantized, check_unquantized_weights, unquantized
+from quantkit.ranks import ALONE, Ranks
 from quantkit.recipe import Recipe
 from quantkit.runtime import int8_attention
-from quantkit.storage.output import output_folder
-from quantkit.storage.resume import Workspace, workspace
+from quantkit.storage.output import OutputFolder, output_folder
+from quantkit.storage.resume import Workspace, shared_workspace, workspace
 
 _LARGEST = torch.finfo(torch.float16).max  # scales and offsets are stored in fp16
 
@@ -42,12 +44,14 @@ class QuantizeOptions:
 
     device: where to compute. activations: fp32 or bf16, what hidden states are stored in between blocks.
     overwrite: whether an earlier checkpoint gives way. restart: whether what an earlier run left is dropped.
+    ranks: the processes that share the work, each called with the same arguments but for its device.
     """
 
     device: str = "cpu"
     activations: str = "fp32"
     overwrite: bool = False
     restart: bool = False
+    ranks: Ranks = ALONE
 
 
 @dataclass(frozen=True)
@@ -68,33 +72,53 @@ class QuantizeResult:
 
 def quantize_model(
     model: str, recipe: Recipe, out: Path, *, calibration: Path | None, options: QuantizeOptions
-) -> QuantizeResult:
+) -> QuantizeResult | None:
     """Quantize a model by a recipe and write it to ``out``; everything is checked before the first layer.
 
     One decoder block is in memory at a time. Finished blocks stay beside ``out`` when the work is cut short, and the
-    same call goes on from them.
+    same call goes on from them. Of several ranks the first writes and returns the result, the others None.
     Raises QuantkitError: recipe, output folder, calibration and weights each with their own subclass.
     """
     check_recipe(recipe)
-    with output_folder(out, replace=options.overwrite, foreign=foreign, source=Path(model)) as output:
-        job = open_job(model, recipe, calibration, options)
-        _check_space(expect(job, options), output.work)
-        identity = _identity(job, calibration, options)
-        with refusing(f"output {out} cannot be written", OutputError):
-            save_surroundings(job.stream.model, job.tokenizer, output.work)
+    with _opened(model, recipe, out, calibration, options) as (job, output, work):
         started = time.perf_counter()
-        with workspace(output.place, identity, restart=options.restart) as work:
-            config, report = _quantize(job, work, activations_dtype(options.activations))
-            seconds = time.perf_counter() - started
-            document = {"quantkit": quantkit.__version__, "model": model, "recipe": _recipe_document(recipe), **report}
-            loaded = job.stream.model.to(job.dtype)
-            attach_config(loaded, config_to_json(config))
-            with refusing(f"output {out} cannot be written", OutputError):
-                save_checkpoint(loaded, document, output.work, work.tensors())
-            check_readable(output.work)
-            output.publish()
+        config, report = _quantize(job, work, options)
+        seconds = time.perf_counter() - started
+        if output is None:
+            return None
+        document = {"quantkit": quantkit.__version__, "model": model, "recipe": _recipe_document(recipe), **report}
+        loaded = job.stream.model.to(job.dtype)
+        attach_config(loaded, config_to_json(config))
+        with refusing(f"output {out} cannot be written", OutputError):
+            save_checkpoint(loaded, document, output.work, work.tensors())
+        check_readable(output.work)
+        output.publish()
     size, bits = folder_bytes(out), bits_per_weight(config)
     return QuantizeResult(out, len(job.plans), bits, size, seconds, report["layers"], job.unquantized)
+
+
+@contextmanager
+def _opened(
+    model: str, recipe: Recipe, out: Path, calibration: Path | None, options: QuantizeOptions
+) -> Iterator[tuple[Job, OutputFolder | None, Workspace]]:
+    """The job, where its output is made, and its workspace; the first rank checks everything and has the output."""
+    made: list[tuple[Job, OutputFolder]] = []
+
+    @contextmanager
+    def leading() -> Iterator[Workspace]:
+        with output_folder(out, replace=options.overwrite, foreign=foreign, source=Path(model)) as output:
+            job = open_job(model, recipe, calibration, options)
+            _check_space(expect(job, options), output.work)
+            identity = _identity(job, calibration, options)
+            with refusing(f"output {out} cannot be written", OutputError):
+                save_surroundings(job.stream.model, job.tokenizer, output.work)
+            made.append((job, output))
+            with workspace(output.place, identity, restart=options.restart) as work:
+                yield work
+
+    with shared_workspace(options.ranks, leading) as work:
+        job, output = made[0] if made else (open_job(model, recipe, calibration, options), None)
+        yield job, output, work
 
 
 @dataclass(frozen=True)
@@ -171,7 +195,7 @@ def _identity(job: Job, calibration: Path | None, options: QuantizeOptions) -> d
     }
 
 
-def _quantize(job: Job, work: Workspace, activations: torch.dtype) -> tuple[CheckpointConfig, dict[str, Any]]:
+def _quantize(job: Job, work: Workspace, options: QuantizeOptions) -> tuple[CheckpointConfig, dict[str, Any]]:
     """Quantize every planned layer in place; (the config of the result, what quantkit.json says of it).
 
     Both name layers as the files do.
@@ -182,7 +206,13 @@ def _quantize(job: Job, work: Workspace, activations: torch.dtype) -> tuple[Chec
         "calibration": job.artifact.meta.to_json() if job.artifact is not None else None,
     }
     blocks = BlockWork(
-        job.stream, job.plans, job.artifact, job.dtype, activations, attention=job.recipe.attention_bits is not None
+        job.stream,
+        job.plans,
+        job.artifact,
+        job.dtype,
+        activations_dtype(options.activations),
+        attention=job.recipe.attention_bits is not None,
+        ranks=options.ranks,
     )
     done = quantize_blocks(blocks, work)
     ignore = [name for name, module in job.stream.model.named_modules() if isinstance(module, nn.Linear)]

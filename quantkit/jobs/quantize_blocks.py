@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -14,19 +15,23 @@ from quantkit.calibration.artifact import Calibration
 from quantkit.checkpoint.config import AttentionScales, StoredLayer
 from quantkit.checkpoint.write import stored_tensors
 from quantkit.errors import ModelError
+from quantkit.formats.base import PackedWeight
 from quantkit.formats.table import spec_from_json, spec_to_json
 from quantkit.integrations.transformers import install_layers
+from quantkit.jobs.solve_layers import quantize_layers
 from quantkit.methods import METHODS, LayerPlan
 from quantkit.models.experts import expert_linears
-from quantkit.models.families import linear_bias, linear_weight
+from quantkit.models.families import linear_bias, linear_shape, linear_weight
+from quantkit.models.hessians import Features, block_hessians
 from quantkit.models.stream import ModelStream
-from quantkit.models.streaming import BlockInputs, Features, block_hessians, run_block, stored_inputs
+from quantkit.models.streaming import BlockInputs, fast_products, run_block, state_room, stored_inputs
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.progress import track
 from quantkit.quantizers.base import LayerInput
+from quantkit.ranks import ALONE, Loads, Ranks
 from quantkit.runtime import int8_attention
 from quantkit.stats import LayerStats
-from quantkit.storage.resume import Workspace
+from quantkit.storage.resume import Commits, Workspace
 
 ATTENTION_WINDOWS = 8  # enough for the largest magnitudes
 
@@ -35,7 +40,7 @@ ATTENTION_WINDOWS = 8  # enough for the largest magnitudes
 class BlockWork:
     """What is to be done. dtype: of what stays floating point. activations: what hidden states are stored in.
 
-    attention: whether the ranges of Q, K and V are taken.
+    attention: whether the ranges of Q, K and V are taken. ranks: those that share the work.
     """
 
     stream: ModelStream
@@ -44,6 +49,7 @@ class BlockWork:
     dtype: torch.dtype
     activations: torch.dtype
     attention: bool
+    ranks: Ranks = ALONE
 
     @property
     def streams(self) -> bool:
@@ -89,31 +95,34 @@ def quantize_blocks(job: BlockWork, work: Workspace) -> Done:
 
 def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
     done, stream, last = Done(), job.stream, len(job.stream.blocks) - 1
-    inputs = _quantize_outside(job, work)
-    for number in range(work.finished):
-        earlier = Done()
-        earlier.add(work.document(number))
-        install_layers(stream.model, earlier.stored)
-        done.add(earlier.to_json())
-    for index in track(range(work.finished - 1, last + 1), "quantizing blocks"):
-        part, following = Done(), None
-        if inputs is not None and index < last:
-            following = work.state(index + 2, tuple(inputs.hidden.shape), job.activations)
-        with stream.block(index) as block:
-            _quantize_block(job, index, inputs, part)
-            if inputs is not None:
-                _run_on(job, index, inputs, following, part)
-            block.to("cpu", job.dtype)
-            work.commit(_stored_part(stream, stream.blocks[index][0]), part.to_json(), following)
-        done.add(part.to_json())
-        if inputs is not None and following is not None:
-            inputs = inputs.with_hidden(following)
+    with Commits(work, job.ranks, stream.device) as commits:
+        inputs = _quantize_outside(job, work, commits)
+        job.ranks.collect(None)  # the first rank's pieces are read by all
+        for number in range(work.finished):
+            earlier = Done()
+            earlier.add(work.document(number))
+            install_layers(stream.model, earlier.stored)
+            done.add(earlier.to_json())
+        for index in track(range(work.finished - 1, last + 1), "quantizing blocks"):
+            part, following = Done(), None
+            if inputs is not None and index < last:
+                hidden = inputs.hidden
+                following = state_room(stream.device, work, index + 2, tuple(hidden.shape), hidden.dtype)
+            with stream.block(index) as block:
+                _quantize_block(job, index, inputs, part)
+                if inputs is not None:
+                    _run_on(job, index, inputs, following, part)
+                block.to("cpu", job.dtype)
+                commits.commit(_stored_part(stream, stream.blocks[index][0]), part.to_json(), following)
+            done.add(part.to_json())
+            if inputs is not None and following is not None:
+                inputs = inputs.with_hidden(following)
     if job.attention and not done.attention:
         raise ModelError(f"{type(stream.model).__name__}: no attention module called the attention function")
     return done
 
 
-def _quantize_outside(job: BlockWork, work: Workspace) -> BlockInputs | None:
+def _quantize_outside(job: BlockWork, work: Workspace, commits: Commits) -> BlockInputs | None:
     """The piece before the blocks: what is outside them, edited by the methods. Returns what flows into the next block.
 
     The methods' edit may change the model's structure (untie its head), so a run that goes on makes it again.
@@ -122,13 +131,15 @@ def _quantize_outside(job: BlockWork, work: Workspace) -> BlockInputs | None:
     with stream.outside():
         _transform(job, part)
         if job.artifact is not None and job.streams and work.finished <= len(stream.blocks):
-            inputs = stored_inputs(stream, job.artifact.windows, work, job.activations, first=1)
+            with fast_products(stream.device):
+                inputs = stored_inputs(stream, job.artifact.windows, work, job.activations, first=1, ranks=job.ranks)
         if not work.finished:
             tensors = {
                 name: tensor.to("cpu", job.dtype if tensor.is_floating_point() else tensor.dtype)
                 for name, tensor in _stored_part(stream, None).items()
             }
-            work.commit(tensors, part.to_json(), None if inputs is None else inputs.hidden)
+            commits.commit(tensors, part.to_json(), None if inputs is None else inputs.hidden)
+            commits.wait()
     return inputs
 
 
@@ -160,14 +171,14 @@ def _quantize_block(job: BlockWork, index: int, inputs: BlockInputs | None, part
     folded, changed = _transform(job, part)
     own = {name: plan for name, plan in job.plans.items() if job.stream.owner(name) == prefix}
     known = None if job.artifact is None else replace(job.artifact, layers={**job.artifact.layers, **changed})
-    layers = {name: _layer_input(model, name, known, folded.get(name)) for name in own}
+    layers: dict[str, LayerInput | None] = {name: _layer_input(model, name, known, folded.get(name)) for name in own}
     if inputs is not None:
-        layers |= _with_hessians(model, block, index, inputs, own, layers)
+        layers |= _with_hessians(job, block, index, inputs, own, layers)
     experts = expert_linears(model)
+    solved = _solved(job, own, layers)
     for name, plan in own.items():
-        module: Any = model.get_submodule(name)
-        packed = METHODS[plan.method].quantize(layers.pop(name), plan.settings)
-        quantized = QuantizedLinear.from_packed(packed, linear_bias(module), module.weight.dtype)
+        packed, module = solved.pop(name), model.get_submodule(name)
+        quantized = QuantizedLinear.from_packed(packed, linear_bias(module), linear_weight(module).dtype)
         model.set_submodule(name, quantized)
         part.layers[name] = {"method": plan.method, **packed.report}
         if known is not None and name in experts:
@@ -175,20 +186,43 @@ def _quantize_block(job: BlockWork, index: int, inputs: BlockInputs | None, part
         part.stored[name] = StoredLayer(quantized.spec, quantized.shape)
 
 
+def _solved(
+    job: BlockWork, plans: Mapping[str, LayerPlan], layers: Mapping[str, LayerInput | None]
+) -> dict[str, PackedWeight]:
+    """Every layer, quantized by one of the ranks: by that which has its Hessian, where its method asks for one."""
+    free = {name: plan for name, plan in plans.items() if not METHODS[plan.method].needs_hessian(plan.settings)}
+    costs = {name: float(math.prod(linear_shape(job.stream.model.get_submodule(name)))) for name in free}
+    shared = Loads(job.ranks).assign(costs)
+    own = {name: layer for name, layer in layers.items() if shared.get(name, job.ranks.number) == job.ranks.number}
+    solved = quantize_layers(plans, {name: layer for name, layer in own.items() if layer is not None})
+    if job.ranks.count == 1:
+        return solved
+    device = job.stream.device
+    sent = job.ranks.collect({name: packed.to("cpu") for name, packed in solved.items()})
+    return {name: packed.to(device) for each in sent for name, packed in each.items()}
+
+
 def _run_on(job: BlockWork, index: int, inputs: BlockInputs, following: Tensor | None, part: Done) -> None:
     """Run the quantized block: its outputs go to ``following``, the ranges of its attention to ``part``."""
     prefix, block = job.stream.blocks[index]
     int8_attention.take_scales(prefix, block)  # of the block before it was quantized
-    watched = min(ATTENTION_WINDOWS, inputs.hidden.shape[0]) if job.attention else 0
-    if following is None and not watched:
-        return
-    for number, output in run_block(block, inputs, index):
+    own = job.ranks.own(len(inputs.hidden))
+    watched = [number for number in own if job.attention and number < ATTENTION_WINDOWS]
+    with fast_products(job.stream.device):
+        _run_windows(block, inputs, index, watched, following)
+        if job.attention:
+            for scales in job.ranks.collect(int8_attention.take_scales(prefix, block)):
+                part.attention |= {name: one.covering(part.attention.get(name)) for name, one in scales.items()}
+        if following is not None:
+            _run_windows(block, inputs, index, own[len(watched) :], following)
+
+
+def _run_windows(
+    block: nn.Module, inputs: BlockInputs, index: int, numbers: Sequence[int], following: Tensor | None
+) -> None:
+    for number, output in run_block(block, inputs, index, numbers):
         if following is not None:
             following[number] = output[0].to(following.device)
-        if number + 1 == watched:
-            part.attention |= int8_attention.take_scales(prefix, block)
-            if following is None:
-                return
 
 
 def _layer_input(model: nn.Module, name: str, artifact: Calibration | None, folded: Tensor | None) -> LayerInput:
@@ -198,23 +232,30 @@ def _layer_input(model: nn.Module, name: str, artifact: Calibration | None, fold
 
 
 def _with_hessians(
-    model: nn.Module,
+    job: BlockWork,
     block: nn.Module,
     index: int,
     inputs: BlockInputs,
     plans: Mapping[str, LayerPlan],
-    layers: Mapping[str, LayerInput],
-) -> dict[str, LayerInput]:
-    """The layers of one block whose methods ask for a Hessian, each with it."""
+    layers: Mapping[str, LayerInput | None],
+) -> dict[str, LayerInput | None]:
+    """The layers of one block whose methods ask for a Hessian, each with it; None for one that another rank has."""
+    model = job.stream.model
     wanted: dict[str, nn.Module] = {}
     features: dict[str, Features] = {}
     for name, plan in plans.items():
-        method = METHODS[plan.method]
+        method, layer = METHODS[plan.method], layers[name]
         if method.needs_hessian(plan.settings):
             wanted[name] = model.get_submodule(name)
-            if method.hessian_features is not None:
-                features[name] = method.hessian_features(layers[name], plan.settings)
+            if method.hessian_features is not None and layer is not None:
+                features[name] = method.hessian_features(layer, plan.settings)
     if not wanted:
         return {}
-    hessians = block_hessians(block, inputs, index, wanted, features, expert_linears(model))
-    return {name: replace(layers[name], hessian=hessian) for name, hessian in hessians.items()}
+    with fast_products(job.stream.device):
+        hessians = block_hessians(block, inputs, index, wanted, features, expert_linears(model), ranks=job.ranks)
+    found: dict[str, LayerInput | None] = dict.fromkeys(wanted)
+    for name, hessian in hessians.items():
+        layer = layers[name]
+        assert layer is not None
+        found[name] = replace(layer, hessian=hessian)
+    return found

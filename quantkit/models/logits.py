@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from quantkit.models.stream import ModelStream
-from quantkit.models.streaming import BlockInputs, BlocksReadTextError, advance, capture_inputs, replaced_forwards
+from quantkit.models.streaming import (
+    BlockInputs,
+    BlocksReadTextError,
+    advance,
+    capture_inputs,
+    replaced_forwards,
+    state_room,
+)
 from quantkit.progress import say, track
 from quantkit.storage.resume import Workspace, passing_workspace
-
-# Share of a GPU's free memory that hidden states may take there; larger ones are in a file.
-_GPU_SHARE = 0.25
 
 
 @torch.no_grad()
@@ -26,9 +30,10 @@ def window_logits(
     """Logits [tokens, vocabulary] of each window [tokens] of ids, in order, on the model's device.
 
     model: in memory, or a ModelStream: its blocks then read all windows one block after the other, and hidden states
-    in between are in a file in the folder for temporary files, or on the GPU where they take a quarter of what is free.
+    in between are in a file in the folder for temporary files, or on the GPU where they are small beside what is free.
     A stream whose blocks read the text themselves is put into memory as a whole, and a line says so.
-    what: the progress line. activations: what hidden states are stored in, where that is narrower than what is computed.
+    what: the progress line. activations: what hidden states are stored in, where that is narrower than what the
+    blocks compute in.
     """
     if not isinstance(model, ModelStream):
         yield from _of_whole(model, windows, what)
@@ -65,35 +70,31 @@ def _of_whole(model: Any, windows: Sequence[Tensor], what: str) -> Iterator[Tens
 def _first_inputs(
     stream: ModelStream, windows: Sequence[Tensor], activations: torch.dtype, work: Workspace
 ) -> list[_Part]:
-    parts = []
+    parts: list[_Part] = []
     for length in sorted({len(window) for window in windows}):
         numbers = [number for number, window in enumerate(windows) if len(window) == length]
         ids = torch.stack([windows[number] for number in numbers])
-        room = partial(_room, stream.device, work, len(parts))
+        room = partial(state_room, stream.device, work, len(parts))
         parts.append(_Part(numbers, capture_inputs(stream, ids, room=room, dtype=activations)))
     return parts
 
 
-def _room(device: torch.device, work: Workspace, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        if torch.Size(shape).numel() * dtype.itemsize <= free * _GPU_SHARE:
-            return torch.empty(shape, dtype=dtype, device=device)
-    return work.state(number, shape, dtype)
-
-
 def _of_last_states(stream: ModelStream, windows: Sequence[Tensor], parts: Sequence[_Part]) -> Iterator[Tensor]:
-    """What the model's own code makes of the last block's outputs: norm, head, and whatever it does to logits."""
     places = {number: (part.inputs, row) for part in parts for row, number in enumerate(part.numbers)}
-    blocks = [block for _, block in stream.blocks]
     with stream.outside():
         for number, window in enumerate(windows):
             inputs, row = places[number]
-            hidden = inputs.hidden[row][None].to(stream.device, inputs.dtype)
-            answer = partial(_answer, hidden if inputs.rest is None else (hidden, *inputs.rest))
-            with replaced_forwards(blocks, [answer] * len(blocks)):
-                logits = stream.model(window[None].to(stream.device, torch.long), use_cache=False).logits[0]
-            yield logits
+            yield logits_of(stream, inputs, inputs.hidden[row][None].to(stream.device, inputs.dtype), window)
+
+
+def logits_of(stream: ModelStream, inputs: BlockInputs, hidden: Tensor, window: Tensor) -> Tensor:
+    """What the model's own code makes of the last block's output [1, tokens, hidden_size] for a window [tokens]: norm,
+    head, and whatever it does to logits [tokens, vocabulary]. What is outside the blocks is in memory."""
+    blocks = [block for _, block in stream.blocks]
+    answer = partial(_answer, hidden if inputs.rest is None else (hidden, *inputs.rest))
+    with replaced_forwards(blocks, [answer] * len(blocks)):
+        logits: Tensor = stream.model(window[None].to(stream.device, torch.long), use_cache=False).logits[0]
+    return logits
 
 
 def _answer(result: Any, *_arguments: Any, **_keywords: Any) -> Any:

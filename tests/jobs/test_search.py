@@ -17,7 +17,6 @@ from quantkit.checkpoint.read import read_checkpoint
 from quantkit.checkpoint.write import folder_bytes
 from quantkit.data.corpora import Corpus
 from quantkit.errors import CalibrationError, OutputError, RecipeError, StatsError
-from quantkit.evaluation.divergence import window_scores
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.jobs.search import Budget, SearchResult, search, search_settings
 from quantkit.models.families import merged_linears
@@ -26,6 +25,7 @@ from quantkit.recipe import load_recipe
 from quantkit.search import table as table_module
 from quantkit.search.plan import sublayer_type
 from quantkit.search.table import Option, TableFile
+from tests.pipeline import window_scores
 from tests.tiny import sample_text
 
 OPTIONS = [Option(bits, group) for bits in (2, 3, 4) for group in (32, -1)]

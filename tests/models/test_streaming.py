@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from quantkit.errors import ModelError
 from quantkit.models.experts import RoutedExperts, expert_linears, separate_experts
 from quantkit.models.families import block_linears, decoder_blocks
+from quantkit.models.hessians import block_hessians
 from quantkit.models.loading import load_model
 from quantkit.models.stream import in_memory_stream
-from quantkit.models.streaming import advance, block_hessians, capture_inputs
+from quantkit.models.streaming import advance, capture_inputs
 from quantkit.stats import trust
 from tests.tiny import VOCABULARY
 
