@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -66,6 +67,8 @@ class ModelStream:
         """The decoder block, with its weights while this is entered. Modules put into it meanwhile stay, empty."""
         prefix, block = self.blocks[index]
         with self._resident(prefix):
+            if self._reader is not None and self.device.type == "cuda" and index + 1 < len(self.blocks):
+                self._reader.read_ahead(self._part_keys(self.blocks[index + 1][0]))
             yield block
 
     @contextmanager
@@ -147,6 +150,8 @@ class WeightReader:
     def __init__(self, model: Any, folder: Path):
         self._files = _keys_by_file(folder)
         self._ties = _ties(model)
+        self._pool = ThreadPoolExecutor(1)  # its thread begins with the first task
+        self._ahead: tuple[list[str], Future[dict[str, Tensor]]] | None = None
         names = model.state_dict()
         self.targets: dict[str, str] = {}
         self._mapping: Any = get_model_conversion_mapping(model, hf_quantizer=getattr(model, "hf_quantizer", None))
@@ -163,7 +168,9 @@ class WeightReader:
         """Give the parameters that the keys become their values, on the device, in the dtypes that the model has."""
         used = model._weight_conversions  # of the whole model: it says how weights are named when they are written
         with ExitStack() as stack:
-            tensors = _open_tensors({key: self._files[key] for key in keys}, stack)
+            tensors: dict[str, Any] = self._read_before(keys) or _open_tensors(
+                {key: self._files[key] for key in keys}, stack
+            )
             config = LoadStateDictConfig(
                 device_map={"": device}, dtype=model.dtype, weight_mapping=copy.deepcopy(self._mapping)
             )
@@ -173,6 +180,23 @@ class WeightReader:
         for names in self._ties:
             if loaded.intersection(names):
                 _tie(model, names)
+
+    def read_ahead(self, keys: list[str]) -> None:
+        """Begin to read what the next load will ask for, into memory that a GPU copies from without help."""
+        if self._ahead is None or self._ahead[0] != keys:
+            self._ahead = (keys, self._pool.submit(_pinned, {key: self._files[key] for key in keys}))
+
+    def _read_before(self, keys: list[str]) -> dict[str, Tensor] | None:
+        if self._ahead is None or self._ahead[0] != keys:
+            return None
+        _, reading = self._ahead
+        self._ahead = None
+        return reading.result()
+
+
+def _pinned(files: Mapping[str, Path]) -> dict[str, Tensor]:
+    with ExitStack() as stack:
+        return {key: tensor[...].pin_memory() for key, tensor in _open_tensors(files, stack).items()}
 
 
 def structure(model: Any) -> Any:
