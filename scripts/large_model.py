@@ -12,6 +12,7 @@ after every command, the folder removed at the end. Disk for the model and its r
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -173,6 +174,16 @@ def command_arguments(command: str, model: Path, work: Path, options: argparse.N
     }[command]
 
 
+def written_digest(work: Path, command: str) -> str:
+    """One sha256 of the weight files, or the artifact, that a command wrote."""
+    written = {"calibrate": "c.safetensors", "quantize": "plain/*.safetensors"}
+    digest = hashlib.sha256()
+    for path in sorted(work.glob(written.get(command, "calibrated/*.safetensors"))):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
 def run_shape(blocks: int, commands: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Make a model of so many blocks, measure the commands on it, remove it; the numbers after every command."""
     work: Path = options.folder / f"{options.shape}-{blocks}"
@@ -181,6 +192,8 @@ def run_shape(blocks: int, commands: list[str], options: argparse.Namespace) -> 
         size = make_model(options.shape, blocks, work / "model", options.device)
         for command in commands:
             rows[command] = measure(command_arguments(command, work / "model", work, options), options.ranks)
+            if options.digests:
+                rows[command]["sha256"] = written_digest(work, command)
             yield {"blocks": blocks, "model_bytes": size, "commands": rows}
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -212,6 +225,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--activations", default="fp32", help="what hidden states are stored in: fp32 or bf16")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share calibrate and quantize")
+    parser.add_argument("--digests", action="store_true", help="also a sha256 of what calibrate and quantize write")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     (shape,) = chosen("--shape", options.shape, MODELS)
