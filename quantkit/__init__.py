@@ -13,15 +13,17 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "load"]
 
 
-def load(folder: str, *, device: str = "cpu", dtype: Any = None) -> PreTrainedModel:
+def load(folder: str, *, device: str | None = None, dtype: Any = None) -> PreTrainedModel:
     """The model of a quantkit checkpoint, ready to generate.
 
+    device: by default the first GPU, else the CPU.
     dtype: of the activations and unquantized weights; the checkpoint's own by default.
     Raises CheckpointError for a folder that is no quantkit checkpoint or is damaged.
     """
     from quantkit.integrations.transformers import load_checkpoint
+    from quantkit.models.loading import first_device
 
-    return load_checkpoint(folder, device=device, dtype=dtype)
+    return load_checkpoint(folder, device=device or first_device(), dtype=dtype)
 
 
 when_transformers_loads()

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from quantkit.jobs.estimate import Estimate, estimate
 from quantkit.jobs.quantize_blocks import BlockWork, quantize_blocks
 from quantkit.methods import METHODS, LayerPlan, check_recipe, plan_layers
 from quantkit.models.families import block_linears
-from quantkit.models.loading import is_quantized, open_stream, stored_dtype, stream_fingerprint
+from quantkit.models.loading import first_device, is_quantized, open_stream, stored_dtype, stream_fingerprint
 from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import activations_dtype
 from quantkit.models.unquantized import Unquantized, check_unquantized_weights, unquantized
@@ -42,12 +42,12 @@ _LARGEST = torch.finfo(torch.float16).max  # scales and offsets are stored in fp
 class QuantizeOptions:
     """How the work is done; none of it is in the recipe.
 
-    device: where to compute. activations: fp32 or bf16, what hidden states are stored in between blocks.
+    device: where to compute, by default the first GPU, else the CPU. activations: fp32 or bf16, what hidden states are stored in between blocks.
     overwrite: whether an earlier checkpoint gives way. restart: whether what an earlier run left is dropped.
     ranks: the processes that share the work, each called with the same arguments but for its device.
     """
 
-    device: str = "cpu"
+    device: str = field(default_factory=first_device)
     activations: str = "fp32"
     overwrite: bool = False
     restart: bool = False

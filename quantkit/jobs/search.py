@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,7 +72,7 @@ class SearchSettings:
     base: Recipe
     per: Mode = "layer"
     measure: int = -1
-    device: str = "cpu"
+    device: str = field(default_factory=first_device)
     merged: str = "same"
 
 
@@ -112,7 +112,7 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
         raise RecipeError(f"`settings` measure={own['measure']}: expected a number of layers, -1 for all")
     if not isinstance(own.get("device", "cpu"), str):
         raise RecipeError(f"`settings` device={own['device']}: expected cpu, cuda, cuda:1, ...")
-    return SearchSettings(recipe, **{"device": first_device(), **own})
+    return SearchSettings(recipe, **own)
 
 
 def search(
