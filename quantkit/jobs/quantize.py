@@ -42,7 +42,8 @@ _LARGEST = torch.finfo(torch.float16).max  # scales and offsets are stored in fp
 class QuantizeOptions:
     """How the work is done; none of it is in the recipe.
 
-    device: where to compute, by default the first GPU, else the CPU. activations: fp32 or bf16, what hidden states are stored in between blocks.
+    device: where to compute, by default the first GPU, else the CPU. activations: fp32 or bf16, what hidden states are
+    stored in between blocks.
     overwrite: whether an earlier checkpoint gives way. restart: whether what an earlier run left is dropped.
     ranks: the processes that share the work, each called with the same arguments but for its device.
     """
