@@ -18,16 +18,17 @@ def _round_columns(
 
     factor: [C, C], of the inverse Hessian. levels, order, middles: of each row's group, as Coding sorts them.
     """
-    rows, errors, codes, stored = rows.clone(), [], [], []
+    rows, errors, ranks, stored = rows.clone(), [], [], []
     for i in range(len(rows)):
-        rank = (rows[i, :, None] > middles).sum(dim=-1, keepdim=True)
+        rank = torch.searchsorted(middles, rows[i, :, None])  # how many middles are smaller
         level = levels.gather(-1, rank)[:, 0]
         error = (rows[i] - level) / factor[i, i]
         rows[i + 1 :].addr_(factor[i, i + 1 :], error, alpha=-1)
         stored.append(level)
         errors.append(error)
-        codes.append(order.gather(-1, rank)[:, 0])
-    return torch.stack(stored), torch.stack(errors), torch.stack(codes)
+        ranks.append(rank)
+    codes = order.gather(-1, torch.cat(ranks, dim=1))
+    return torch.stack(stored), torch.stack(errors), codes.t()
 
 
 def _descend_columns(
@@ -40,16 +41,16 @@ def _descend_columns(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Cyclic descent over columns [N, C]: (values [N, C], codes [N, C], what each moved by [C, N]); hessian: [C, C]."""
     moved = torch.zeros_like(values.t())
-    found, codes = [], []
+    found, ranks = [], []
     for k in range(values.shape[1]):
         residual = pressure[:, k] - hessian[:k, k] @ moved[:k]
-        best = values[:, k] + residual / hessian[k, k]
-        rank = (best[:, None] > middles).sum(dim=-1, keepdim=True)
-        level = levels.gather(-1, rank)[:, 0]
-        moved[k] = level - values[:, k]
+        best = torch.addcdiv(values[:, k], residual, hessian[k, k])
+        rank = torch.searchsorted(middles, best[:, None])
+        level = levels.gather(-1, rank)
+        torch.sub(level[:, 0], values[:, k], out=moved[k])
         found.append(level)
-        codes.append(order.gather(-1, rank)[:, 0])
-    return torch.stack(found, dim=1), torch.stack(codes, dim=1), moved
+        ranks.append(rank)
+    return torch.cat(found, dim=1), order.gather(-1, torch.cat(ranks, dim=1)), moved
 
 
 round_columns = Replayed(_round_columns)
