@@ -348,3 +348,15 @@ def test_a_table_of_other_code_is_not_used(
 def test_settings_that_the_search_would_not_carry_out_are_refused(setting: str) -> None:
     with pytest.raises(RecipeError, match=f"`settings` {setting.split('=')[0]}"):
         search_settings([setting])
+
+
+def test_variants_finished_a_few_at_a_time_measure_the_same(
+    find: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = []
+    for name, limit in (("together", 10**9), ("few", 0)):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{name}"))
+        monkeypatch.setattr("quantkit.search.measure._VARIANT_BYTES", limit)
+        find(name, "bpw", 3.3)
+        written.append(json.loads((tmp_path / f"{name}.json").read_text())["layers"])
+    assert written[0] == written[1]
