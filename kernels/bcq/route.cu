@@ -11,6 +11,7 @@
 #include "../shared/mma.cuh"
 
 constexpr int kThreads = QK_ROUTE_THREADS, kWarps = kThreads / kWarpSize;
+constexpr int kBatch = 8;  // choices that a lane reads at once
 
 namespace {
 
@@ -43,11 +44,16 @@ bcqRoute(const long long* __restrict__ chosen,  // [pairs]
         const long long expert = pair < end ? chosen[pair] : -1;
         return expert < 0 || expert >= experts ? -1 : int(expert);
     };
-    for (int start = first; start < end; start += kWarpSize) {
-        const int expert = expertOf(start + lane);
-        const uint32 equal = equalLanes(expert);
-        if (expert >= 0 && __ffs(equal) == lane + 1) own[expert] += __popc(equal);
-        __syncwarp();
+    for (int start = first; start < end; start += kBatch * kWarpSize) {
+        int batch[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) batch[i] = expertOf(start + i * kWarpSize + lane);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const uint32 equal = equalLanes(batch[i]);
+            if (batch[i] >= 0 && __ffs(equal) == lane + 1) own[batch[i]] += __popc(equal);
+            __syncwarp();
+        }
     }
     __syncthreads();
 
@@ -83,17 +89,23 @@ bcqRoute(const long long* __restrict__ chosen,  // [pairs]
     }
     __syncthreads();
 
-    for (int start = first; start < end; start += kWarpSize) {
-        const int pair = start + lane, expert = expertOf(pair);
-        const uint32 equal = equalLanes(expert);
-        const int next = expert >= 0 ? own[expert] : 0;
-        __syncwarp();
-        if (expert >= 0) {
-            slots[next + __popc(equal & ((1u << lane) - 1))] = pair;
-            if (__ffs(equal) == lane + 1) own[expert] = next + __popc(equal);
-        } else if (pair < end) {
-            for (int n = 0; n < N; ++n) y[size_t(pair) * N + n] = 0;
+    for (int start = first; start < end; start += kBatch * kWarpSize) {
+        int batch[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) batch[i] = expertOf(start + i * kWarpSize + lane);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int pair = start + i * kWarpSize + lane, expert = batch[i];
+            const uint32 equal = equalLanes(expert);
+            const int next = expert >= 0 ? own[expert] : 0;
+            __syncwarp();
+            if (expert >= 0) {
+                slots[next + __popc(equal & ((1u << lane) - 1))] = pair;
+                if (__ffs(equal) == lane + 1) own[expert] = next + __popc(equal);
+            } else if (pair < end) {
+                for (int n = 0; n < N; ++n) y[size_t(pair) * N + n] = 0;
+            }
+            __syncwarp();
         }
-        __syncwarp();
     }
 }

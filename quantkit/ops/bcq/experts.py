@@ -64,7 +64,7 @@ ROUTE = CompileUnit(KernelSource("bcq/route.cu", CONSTANTS), "bcqRoute")
 MOST_EXPERTS = 1024
 """Whose counts a block of bcqRoute keeps."""
 _MOST_GEMV_PAIRS = 65535  # blocks along the third dimension of a grid
-_GEMV_SHARE = 0.5  # pairs an expert up to which their products of one token are faster: few experts have two then
+_GEMV_SHARE = 2  # pairs an expert up to which products of one token are faster on an H200: many weights come from L2
 
 
 class ExpertsKernel(StrEnum):
@@ -112,7 +112,7 @@ def fits_experts(dtype: torch.dtype, row: Architecture, *, weight_bits: int, gro
 
 def choose_experts_kernel(pairs: int, experts: int, row: Architecture) -> ExpertsKernel:
     """Products of one token where pairs are few beside the experts and the generation has them."""
-    few = pairs <= max(1, _GEMV_SHARE * experts) and pairs <= _MOST_GEMV_PAIRS
+    few = pairs <= _GEMV_SHARE * experts and pairs <= _MOST_GEMV_PAIRS
     return ExpertsKernel.GEMV if few and Kernel.BCQ_BINARY_GEMV in row.kernels else ExpertsKernel.GEMM
 
 
@@ -232,14 +232,17 @@ def _most_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
 
 @cache
 def plan_experts(it: GemmProblem, experts: int) -> GemmLayout:
-    """The layout that is expected to be fastest where the pairs, ``it.tokens``, are spread evenly over the experts."""
+    """The layout that is expected to be fastest for ``it.tokens`` pairs."""
     return experts_layouts(it, experts)[0]
 
 
 def experts_layouts(it: GemmProblem, experts: int) -> list[GemmLayout]:
-    """The layouts that fit, the one expected to be fastest first."""
+    """The layouts that fit, the one expected to be fastest first.
+
+    Experts get tokens unevenly, so the last tile of each is half full on average.
+    """
     active = min(it.tokens, experts)
-    return spread_layouts(it, lambda shape: active * ceil(it.tokens / active / shape.tokens))
+    return spread_layouts(it, lambda shape: ceil(max(active, it.tokens / shape.tokens + active / 2)))
 
 
 def _gemv_unit(case: GemvCase, row: Architecture) -> CompileUnit:

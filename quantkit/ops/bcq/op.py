@@ -221,7 +221,9 @@ def _experts_samples() -> Iterator[BcqExperts]:
         one = tile(op.stored, op.x.shape[-1], op.group_size)
         weight = join_experts([one, tile(op.stored, op.x.shape[-1], op.group_size), one])
         choices = number % 2 + 1
-        chosen = torch.arange(len(op.x) * choices).remainder(5) - 1 if number % 3 else torch.ones(len(op.x) * choices)
+        chosen = (
+            (torch.arange(len(op.x) * choices) + 1).remainder(5) - 1 if number % 3 else torch.ones(len(op.x) * choices)
+        )
         bias = None if op.bias is None else torch.stack([op.bias, op.bias * 2, -op.bias])
         stored = weight.tiles, weight.scale_tiles, bias, weight.out_features, op.group_size
         kernel = (*ExpertsKernel, AUTO)[number % 3]
