@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -173,6 +174,38 @@ def expert_linears(model: nn.Module) -> dict[str, str]:
             for index in range(experts.num_experts):
                 found |= {f"{name}.{index}.{own}": name for own in (*experts.names.first, experts.names.last)}
     return found
+
+
+@contextmanager
+def routing_weights(block: nn.Module) -> Iterator[Callable[[nn.Module], Tensor | None]]:
+    """While entered, a function of a Linear that is being run: what each row of its input is weighted by behind it.
+
+    None where no router weighs what the Linear gives: for any but those of RoutedExperts.
+    """
+    routed = [module for module in block.modules() if isinstance(module, RoutedExperts)]
+    owners = {
+        linear: (experts, index)
+        for experts in routed
+        for index in range(experts.num_experts)
+        for linear in experts.get_submodule(str(index)).children()
+    }
+    given: dict[nn.Module, Mapping[str, Tensor]] = {}
+
+    def keep(experts: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given[experts] = signature(RoutedExperts.forward).bind(experts, *positional, **named).arguments
+
+    def weights_of(linear: nn.Module) -> Tensor | None:
+        if linear not in owners:
+            return None
+        experts, index = owners[linear]
+        call = given[experts]
+        # In the order in which the experts' rows are handed to them.
+        return call["top_k_weights"].reshape(-1)[call["top_k_index"].reshape(-1) == index]
+
+    with ExitStack() as hooks:
+        for experts in routed:
+            hooks.callback(experts.register_forward_pre_hook(keep, with_kwargs=True).remove)
+        yield weights_of
 
 
 def routers(model: nn.Module) -> set[str]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import ModelError
+from quantkit.models.experts import routing_weights
 from quantkit.models.families import linear_weight
 from quantkit.models.inputs import InputTap
 from quantkit.models.stream import ModelStream
@@ -137,18 +138,24 @@ def block_hessians(
     """E[x x^T] [K, K] fp32, over all tokens of all windows, of each given Linear of block ``index``.
 
     features: by name of Linear, a function of x to take the matrix of instead: E[f(x) f(x)^T] [C, C].
-    experts: names of Linears of experts. Theirs is over the tokens routed to them and, where these are few, nearer to
+    experts: names of Linears of experts. Theirs is over the tokens routed to them, each counted by the square of its
+        routing weight, as an error there counts in what the block gives; where the tokens are few, it is nearer to
         the matrix of equal and independent channels (``tempered``), which it is where there are none.
     Linears that share an input share one tensor, unless they have features. Memory: one matrix per distinct input.
     Raises ModelError for a Linear that the block never calls, unless it is an expert's.
     """
     sums: dict[str, Tensor] = {}
     tokens: dict[str, int] = {}
+    masses: dict[str, float] = {}
 
     own = features or {}
 
     def accumulate(name: str, x: Tensor) -> None:
         x = own[name](x).float() if name in own else x.float()
+        weights, mass = weights_of(linears[name]), float(x.shape[0])
+        if weights is not None:
+            x, mass = x * weights.float()[:, None], float(weights.double().square().sum())
+        masses[name] = masses.get(name, 0.0) + mass
         total = sums.get(name)
         sums[name] = x.t() @ x if total is None else total.addmm_(x.t(), x)
         tokens[name] = tokens.get(name, 0) + x.shape[0]
@@ -157,6 +164,7 @@ def block_hessians(
     groups.append({name: module for name, module in linears.items() if name not in own})
     aliases: dict[str, str] = {}
     with ExitStack() as stack:
+        weights_of = stack.enter_context(routing_weights(block))
         taps = [stack.enter_context(InputTap(group, accumulate)) for group in groups]
         for _ in run_block(block, inputs, index):
             pass
@@ -170,7 +178,7 @@ def block_hessians(
             width = own[name](none).shape[1] if name in own else none.shape[1]
             sums[name], tokens[name], aliases[name] = none.new_zeros(width, width), 0, name
     for name, total in sums.items():
-        total.div_(max(tokens[name], 1))
+        total.div_(masses.get(name) or 1.0)
         if name in experts:
             _temper(total, tokens[name])
     return {name: sums[owner] for name, owner in aliases.items()}
