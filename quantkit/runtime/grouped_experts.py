@@ -18,13 +18,14 @@ from quantkit.cuda.device import gpu_of
 from quantkit.models.experts import RoutedExperts, SeparateExperts
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.ops.bcq.experts import MOST_EXPERTS, fits_experts
+from quantkit.ops.bcq.gemm import GEMM_TYPES
 from quantkit.ops.bcq.op import bcq_experts
 from quantkit.runtime.merged_linears import are_tiled_alike, joined_bias, joined_tensors
 from quantkit.runtime.twin import is_watched
 
 
 @dataclass(frozen=True, eq=False)
-class ExpertsProduct:
+class ExpertsWeight:
     """What every expert multiplies by at one place. tensors: all experts' prepared ones. bias: [experts, N] or None."""
 
     tensors: dict[str, Tensor]
@@ -33,7 +34,7 @@ class ExpertsProduct:
     group_size: int
 
     @classmethod
-    def of(cls, linears: Sequence[Sequence[QuantizedLinear]]) -> ExpertsProduct:
+    def of(cls, linears: Sequence[Sequence[QuantizedLinear]]) -> ExpertsWeight:
         """Of each expert's Linears of one input, whose outputs stand side by side."""
         modules = [module for own in linears for module in own]
         out_features, bias = sum(module.out_features for module in linears[0]), joined_bias(modules)
@@ -58,8 +59,8 @@ class ExpertsProduct:
 class GroupedExperts:
     """All experts of a block at once, as RoutedExperts.together takes it."""
 
-    first: ExpertsProduct
-    last: ExpertsProduct
+    first: ExpertsWeight
+    last: ExpertsWeight
     between: Callable[[Tensor], Tensor]
     norm: nn.Module | None
 
@@ -88,7 +89,7 @@ def grouped(experts: RoutedExperts) -> GroupedExperts | None:
     alike = all(_run_at_once([linear for own in linears for linear in own]) for linears in (first, last))
     if not alike or experts.num_experts > MOST_EXPERTS:
         return None
-    return GroupedExperts(ExpertsProduct.of(first), ExpertsProduct.of(last), experts.between, experts.post_expert_norm)
+    return GroupedExperts(ExpertsWeight.of(first), ExpertsWeight.of(last), experts.between, experts.post_expert_norm)
 
 
 def _run_at_once(linears: Sequence[Any]) -> bool:
@@ -105,7 +106,9 @@ def _run_at_once(linears: Sequence[Any]) -> bool:
     )
 
 
-def run_by_host(model: nn.Module) -> bool:
+def run_by_host(model: Any) -> bool:
     """Whether the model has experts that the host calls, once it knows which tokens go where."""
     blocks = [module for module in model.modules() if isinstance(module, SeparateExperts)]
+    if blocks and model.dtype not in GEMM_TYPES:
+        return True
     return any(not isinstance(block, RoutedExperts) or block.together is None for block in blocks)

@@ -15,7 +15,7 @@ from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.recipe import load_recipe
 from quantkit.runtime import grouped_experts
 from quantkit.runtime.generation import captured_step, start, step
-from quantkit.runtime.grouped_experts import ExpertsProduct, GroupedExperts, group_experts, run_by_host
+from quantkit.runtime.grouped_experts import ExpertsWeight, GroupedExperts, group_experts, run_by_host
 from tests.tiny import VOCABULARY
 
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss")  # hub names of each kind; biases and rows that alternate
@@ -53,7 +53,7 @@ def _joined(experts: RoutedExperts) -> GroupedExperts:
     children = [experts.get_submodule(str(index)) for index in range(experts.num_experts)]
     first = [[child.get_submodule(name) for name in experts.names.first] for child in children]
     last = [[child.get_submodule(experts.names.last)] for child in children]
-    return GroupedExperts(ExpertsProduct.of(first), ExpertsProduct.of(last), experts.between, None)
+    return GroupedExperts(ExpertsWeight.of(first), ExpertsWeight.of(last), experts.between, None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,3 +156,12 @@ def test_a_graph_holds_a_decoding_step(family: str, quantized: Tiny) -> None:
         step(plain)
     assert torch.equal(captured.tokens, plain.tokens)
     assert torch.equal(captured.position, plain.position)
+
+
+@pytest.mark.cuda
+def test_fp32_models_run_their_experts_by_the_host(quantized: Tiny) -> None:
+    model = AutoModelForCausalLM.from_pretrained(quantized("mixtral"), dtype=torch.float32).cuda()
+    assert run_by_host(model)
+    session = start(model, torch.randint(0, VOCABULARY, (1, 8), device="cuda"), 32)
+    captured_step(session)()
+    assert session.position.item() == 9

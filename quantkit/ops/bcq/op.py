@@ -92,8 +92,8 @@ class BcqDequantize(NamedTuple):
 class BcqExperts(NamedTuple):
     """y [pairs, N] = x[p // choices] W_e^T + bias[e] for every pair p of a token and an expert e = chosen[p].
 
-    x: [tokens, K], choices = pairs / tokens. chosen: [pairs] int64; one that is no expert gives zeros. tiles and what
-    follows: of the prepared weights of all experts, one after the other (layout.py). bias: [experts, N].
+    x: [tokens, K], choices = pairs / tokens. chosen: [pairs] integers; one that is no expert gives zeros. tiles,
+    scale_tiles, factor_tiles: of the prepared weights of all experts, one after the other (layout.py). bias: [experts, N].
     implementation: see choose_experts_kernel for what AUTO takes.
     """
 
@@ -118,7 +118,7 @@ class BcqExperts(NamedTuple):
         """What the kernels take, with room for y."""
         x, bias = self.x.contiguous(), None if self.bias is None else self.bias.to(self.x.dtype).contiguous()
         y = x.new_empty(self.chosen.numel(), self.out_features)
-        return ExpertsProduct(x, self.weight, bias, self.chosen.contiguous(), y)
+        return ExpertsProduct(x, self.weight, bias, self.chosen.long().contiguous(), y)
 
 
 def bcq_linear_reference(x: Tensor, stored: BcqTensors, bias: Tensor | None, group_size: int) -> Tensor:
