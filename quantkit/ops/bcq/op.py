@@ -93,7 +93,7 @@ class BcqExperts(NamedTuple):
     """y [pairs, N] = x[p // choices] W_e^T + bias[e] for every pair p of a token and an expert e = chosen[p].
 
     x: [tokens, K], choices = pairs / tokens. chosen: [pairs] integers; one that is no expert gives zeros. tiles,
-    scale_tiles, factor_tiles: of the prepared weights of all experts, one after the other (layout.py). bias: [experts, N].
+    scale_tiles, factor_tiles: of the prepared weights of all experts, one after the other. bias: [experts, N].
     implementation: see choose_experts_kernel for what AUTO takes.
     """
 
