@@ -1,6 +1,7 @@
 // x [M, K], fp16 or bf16, in the order of arrange.cuh for weights of `bits` planes, zeros behind column K.
 //
-// Tokens behind M are not written: a product mixes no tokens, and what comes of theirs is not written either.
+// With slots (route.cu), place m takes row slots[m] / choices of x, and M is the number of places; those of no pair, -1,
+// stay as they are. Tokens behind M are not written: a product mixes no tokens, and what comes of theirs is not written either.
 // Grid: x = 128 columns, two panels; y = kBlockTokens tokens. A block takes its part of x through shared memory, so that
 // it reads and writes whole vectors.
 #include "arrange.cuh"
@@ -13,6 +14,8 @@ static_assert(kBlockTokens * kRowVectors == kThreads, "a vector a thread");
 
 __global__ void __launch_bounds__(kThreads)
 bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K]; see arrange.cuh
+           const int* __restrict__ slots,  // [M], or null
+           int choices,     // pairs that share a row of x
            int M, int K,
            int tileTokens,  // of a token tile
            int bits, int vectors) {  // vectors: rows of x are 16-byte aligned and K % 8 == 0
@@ -23,8 +26,10 @@ bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K
     waitForPriorKernels();
 
     uint32 pairs[kVectorValues / 2] = {};
-    if (m < M) {
-        const uint16* from = x + size_t(m) * K + k;
+    const int slot = m < M && slots ? slots[m] : m, source = slots ? slot / choices : m;
+    const bool present = m < M && slot >= 0;
+    if (present) {
+        const uint16* from = x + size_t(source) * K + k;
         if (vectors) {
             if (k < K) {
                 const uint4 raw = *reinterpret_cast<const uint4*>(from);
@@ -42,7 +47,7 @@ bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K
         *reinterpret_cast<uint32*>(&rows[row][vector * kVectorValues + 2 * i]) = pairs[i];
     }
     __syncthreads();
-    if (m >= M) return;
+    if (!present) return;
 
     const int panel = vector / kPanelChunks, chunk = vector % kPanelChunks;
     const int column = pairColumn(bits, panel * 2 + chunk / 4, chunk % 4), distance = pairDistance(bits);

@@ -18,5 +18,5 @@ bcqGemm(const uint4* __restrict__ tiles, const uint4* __restrict__ scales, const
     multiplyTokens<GemmShape<kBits, kAdds, kDtype, kTokens, kRowGroups, kPhases, kSlots>,
                    typename ProductsOf<kWarpgroup, kDtype, kTokens>::Type, kBits, kAdds, kDtype>(
         {tiles, scales, factors, x, bias, residual, y, M, N, K, groups, groupMagic, entries, scaleBits, segments,
-         stages, rangeTiles, longRanges, ranges, tokenTiles, tokenBand, activation});
+         stages, rangeTiles, longRanges, ranges, tokenTiles, tokenBand, activation, nullptr, nullptr});
 }

@@ -48,11 +48,20 @@ struct GemmProblem {
     int rangeTiles, longRanges, ranges;  // n tiles of a range, one more in the first longRanges; ranges
     int tokenTiles, tokenBand;
     int activation;          // of activation.cuh, or kNoActivation; before the residual is added
+    // Of experts: whose tokens a tile holds, and which row of y belongs to a place in it, -1 for none (route.cu). Null
+    // for one weight. What is of an expert follows what is of the one before it.
+    const int *tileExperts, *slots;
+
+    __device__ __forceinline__ int nTiles() const { return (N + kTileN - 1) / kTileN; }
 };
 
 // What a block (cluster) works on next.
 struct WorkItem {
     int nTile, nTiles, tokenTile;
+
+    __device__ __forceinline__ int expert(const GemmProblem& p) const {
+        return p.tileExperts ? p.tileExperts[tokenTile] : 0;
+    }
 };
 __device__ __forceinline__ WorkItem workItem(const GemmProblem& p, int item) {
     int range = item, tokenTile = 0;

@@ -27,10 +27,11 @@ __device__ __forceinline__ float2 pairSum(const SumPlace& sums, uint32 parts, in
     return sum;
 }
 
+// m: row of y.
 template <int kDtype>
-__device__ __forceinline__ void writeElement(const GemmProblem& p, float sum, int m, int n) {
-    if (p.scaleBits == 8) sum *= rowFactor<8>(p.factors, n / kTileN, n % kTileN);
-    if (p.bias) sum += shortToFloat(p.bias[n], kDtype);
+__device__ __forceinline__ void writeElement(const GemmProblem& p, float sum, int expert, int m, int n) {
+    if (p.scaleBits == 8) sum *= rowFactor<8>(p.factors, expert * p.nTiles() + n / kTileN, n % kTileN);
+    if (p.bias) sum += shortToFloat(p.bias[size_t(expert) * p.N + n], kDtype);
     const size_t at = size_t(m) * p.N + n;
     const float kept = p.residual ? shortToFloat(p.residual[at], kDtype) : 0.0f;
     p.y[at] = withEpilogue(sum, p.activation, p.residual, kept, kDtype);
@@ -46,6 +47,7 @@ __device__ __forceinline__ void writeTokens(const GemmProblem& p, const WorkItem
     const int firstRow = int(halves * work.part / work.parts) * kPair;
     const int endRow = min(p.N - firstN, int(halves * (work.part + 1) / work.parts) * kPair);
     const int pairs = (endRow - firstRow + 1) / kPair, count = min(tokens, p.M - firstToken) * pairs;
+    const int expert = item.expert(p);
     for (int first = threadIdx.x; first < count; first += kSumBatch * S::kConsumers) {
         float2 sum[kSumBatch];
         int token[kSumBatch], row[kSumBatch];
@@ -58,8 +60,10 @@ __device__ __forceinline__ void writeTokens(const GemmProblem& p, const WorkItem
 #pragma unroll
         for (int b = 0; b < kSumBatch; ++b) {
             if (first + b * S::kConsumers >= count) break;
-            writeElement<kDtype>(p, sum[b].x, firstToken + token[b], firstN + row[b]);
-            if (row[b] + 1 < endRow) writeElement<kDtype>(p, sum[b].y, firstToken + token[b], firstN + row[b] + 1);
+            const int place = firstToken + token[b], m = p.slots ? p.slots[place] : place;
+            if (m < 0) continue;
+            writeElement<kDtype>(p, sum[b].x, expert, m, firstN + row[b]);
+            if (row[b] + 1 < endRow) writeElement<kDtype>(p, sum[b].y, expert, m, firstN + row[b] + 1);
         }
     }
 }

@@ -32,7 +32,7 @@ struct WeightRing {
         const WorkItem next = workItem(p, item);
         const uint32 lane = threadIdx.x % kWarpSize, first = work.firstTile + phase;
         present = tile < next.nTiles && phase < work.ownTiles;
-        const size_t own = next.nTile + (present ? tile : 0);
+        const size_t own = size_t(next.expert(p)) * p.nTiles() + next.nTile + (present ? tile : 0);
         planes = p.tiles + (own * work.kTiles + first) * S::kPlaneVectors + lane;
         scales = p.scales + own * p.groups * groupVectors + (p.groupMagic == 0 ? first * scaleVectors + lane : 0);
         kTile = phase;

@@ -37,6 +37,7 @@ from quantkit.models.structure import is_linear
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.fused_ffn import fuse_chains
+from quantkit.runtime.grouped_experts import group_experts
 from quantkit.storage.tensors import Verification, verifies
 
 
@@ -91,6 +92,7 @@ class QuantkitQuantizer(HfQuantizer):
             if isinstance(module, QuantizedLinear):
                 module.prepare_for_device()
         fuse_chains(model)
+        group_experts(model)
         chunk_batches(model)
         attention = config_from_json(self.quantization_config.to_dict()).attention
         if attention:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from quantkit.errors import ModelError
-from quantkit.models.families import linear_weight
+from quantkit.models.experts import routing_weights
+from quantkit.models.families import linear_shape, linear_weight
 from quantkit.models.streaming import BlockInputs
 from quantkit.models.watching import watch_block
 from quantkit.ranks import ALONE, Ranks
@@ -30,7 +33,8 @@ def block_hessians(
     """E[x x^T] [K, K] fp32, over all tokens of all windows, of each given Linear of block ``index``.
 
     features: by name of Linear, a function of x to take the matrix of instead: E[f(x) f(x)^T] [C, C].
-    experts: names of Linears of experts. Theirs is over the tokens routed to them and, where these are few, nearer to
+    experts: names of Linears of experts. Theirs is over the tokens routed to them, each counted by the square of its
+        routing weight, as an error there counts in what the block gives; where the tokens are few, it is nearer to
         the matrix of equal and independent channels (``tempered``), which it is where there are none.
     ranks: each gives the matrices that it took the inputs of; together they give all.
     Linears that share an input share one tensor, unless they have features. Memory: one matrix per distinct input.
@@ -38,18 +42,25 @@ def block_hessians(
     """
     sums: dict[str, Tensor] = {}
     tokens: dict[str, int] = {}
-
+    masses: dict[str, float] = {}
     own = features or {}
 
     def accumulate(name: str, x: Tensor) -> None:
-        x = own[name](x).float() if name in own else x.float()
+        x, weights = _split(x, linears[name])
+        x, mass = own[name](x).float() if name in own else x.float(), float(x.shape[0])
+        if weights is not None:
+            x, mass = x * weights[:, None], float(weights.double().square().sum())
+        masses[name] = masses.get(name, 0.0) + mass
         total = sums.get(name)
         sums[name] = x.t() @ x if total is None else total.addmm_(x.t(), x)
         tokens[name] = tokens.get(name, 0) + x.shape[0]
 
     groups = [{name: linears[name]} for name in own]
     groups.append({name: module for name, module in linears.items() if name not in own})
-    watched = watch_block(block, inputs, index, [(group, accumulate) for group in groups], ranks=ranks)
+    taps = [(group, accumulate) for group in groups]
+    with routing_weights(block) as weights_of:
+        with_weights = partial(_join, linears, weights_of)
+        watched = watch_block(block, inputs, index, taps, ranks=ranks, prepare=with_weights)
     mine: dict[str, str] = {}
     for name, module in linears.items():
         known = name in watched.aliases
@@ -62,10 +73,24 @@ def block_hessians(
                 width = own[name](none).shape[1] if name in own else none.shape[1]
                 sums[name], tokens[name] = none.new_zeros(width, width), 0
     for name, total in sums.items():
-        total.div_(max(tokens[name], 1))
+        total.div_(masses.get(name) or 1.0)
         if name in experts:
             _temper(total, tokens[name])
     return {name: sums[owner] for name, owner in mine.items()}
+
+
+def _join(
+    linears: Mapping[str, nn.Module], weights_of: Callable[[nn.Module], Tensor | None], name: str, x: Tensor
+) -> Tensor:
+    """x [tokens, K], with the routing weights as one more column where there are any."""
+    weights = weights_of(linears[name])
+    return x if weights is None else torch.cat((x, weights.to(x.dtype)[:, None]), dim=1)
+
+
+def _split(x: Tensor, linear: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """(x [tokens, K], routing weights [tokens] fp32 or None) of what _join gave."""
+    columns = linear_shape(linear)[1]
+    return x[:, :columns], x[:, columns].float() if x.shape[1] > columns else None
 
 
 def _temper(hessian: Tensor, tokens: int) -> None:

@@ -24,8 +24,14 @@ from quantkit.ranks import ALONE, Loads, Ranks
 
 Consume = Callable[[str, Tensor], None]
 """(name of a Linear, x [tokens, K]): takes in what flows into it."""
+Prepare = Callable[[str, Tensor], Tensor]
+"""(name of a Linear, x) -> what is taken in instead, made while the Linear is being run and where it is."""
 Taps = Sequence[tuple[Mapping[str, nn.Module], Consume]]
 """Linears by name, and what takes in their inputs; those of one entry that share an input are taken in once."""
+
+
+def _as_it_is(_name: str, x: Tensor) -> Tensor:
+    return x
 
 
 @dataclass
@@ -45,13 +51,24 @@ class Watched:
 
 
 def watch_block(
-    block: nn.Module, inputs: BlockInputs, index: int, taps: Taps, *, into: Tensor | None = None, ranks: Ranks = ALONE
+    block: nn.Module,
+    inputs: BlockInputs,
+    index: int,
+    taps: Taps,
+    *,
+    into: Tensor | None = None,
+    ranks: Ranks = ALONE,
+    prepare: Prepare = _as_it_is,
 ) -> Watched:
     """Run this rank's windows through the block, its outputs going to ``into``; inputs are taken in as Watched says."""
     if ranks.count > 1:
-        return _watch_together(block, inputs, index, taps, into, ranks)
+        return _watch_together(block, inputs, index, taps, into, ranks, prepare)
+
+    def taking_in(consume: Consume) -> Consume:
+        return lambda name, x: consume(name, prepare(name, x))
+
     with ExitStack() as stack:
-        entered = [stack.enter_context(InputTap(linears, consume)) for linears, consume in taps]
+        entered = [stack.enter_context(InputTap(linears, taking_in(consume))) for linears, consume in taps]
         for number, output in run_block(block, inputs, index):
             if into is not None:
                 into[number] = output[0].to(into.device)
@@ -60,14 +77,20 @@ def watch_block(
 
 
 def _watch_together(
-    block: nn.Module, inputs: BlockInputs, index: int, taps: Taps, into: Tensor | None, ranks: Ranks
+    block: nn.Module,
+    inputs: BlockInputs,
+    index: int,
+    taps: Taps,
+    into: Tensor | None,
+    ranks: Ranks,
+    prepare: Prepare,
 ) -> Watched:
     linears = {name: module for group, _ in taps for name, module in group.items()}
     consumers = {name: consume for group, consume in taps for name in group}
     watched = Watched(loads=Loads(ranks))
     windows = len(inputs.hidden)
     for first in range(0, windows, ranks.count):
-        kept, aliases = _run_one(block, inputs, index, taps, into, first + ranks.number)
+        kept, aliases = _run_one(block, inputs, index, taps, into, first + ranks.number, prepare)
         steps = ranks.collect((aliases, {name: tuple(x.shape) for name, x in kept.items()}))
         _take_aliases(watched, [own for own, _ in steps], linears)
         for sent in _exchange(kept, [shapes for _, shapes in steps], inputs.dtype, block, ranks):
@@ -78,13 +101,19 @@ def _watch_together(
 
 
 def _run_one(
-    block: nn.Module, inputs: BlockInputs, index: int, taps: Taps, into: Tensor | None, number: int
+    block: nn.Module,
+    inputs: BlockInputs,
+    index: int,
+    taps: Taps,
+    into: Tensor | None,
+    number: int,
+    prepare: Prepare,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """(what flowed into the Linears, Watched.aliases) of one window, of none where there is no such window."""
     kept: dict[str, Tensor] = {}
 
     def keep(name: str, x: Tensor) -> None:
-        kept[name] = x.clone()  # what the block does with it afterwards must not be seen
+        kept[name] = prepare(name, x).clone()  # what the block does with it afterwards must not be seen
 
     with ExitStack() as stack:
         entered = [stack.enter_context(InputTap(group, keep)) for group, _ in taps]

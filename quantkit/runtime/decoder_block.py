@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from quantkit.models.families import decoder_blocks, family_of
+from quantkit.models.families import decoder_blocks, known_family
 from quantkit.models.family import Attention, ResidualBlock
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import LINEARS
@@ -148,9 +148,11 @@ class TokenBlock:
 def token_blocks(model: nn.Module) -> list[TokenBlock]:
     """The model's decoder blocks that the family table describes in full; none in training.
 
+    None for a model without a row there, whose blocks may hold no Linear any more by which they would be found.
     Left out, too, are blocks inside which something watches a module.
     """
-    row, config = family_of(model).block, getattr(model, "config", None)
+    family, config = known_family(model), getattr(model, "config", None)
+    row = None if family is None else family.block
     if row is None or model.training or not row.exact(config):
         return []
     blocks = (block for _, block in decoder_blocks(model) if row.describes(block) and not holds_watched(block))

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import GenerationError
-from quantkit.models.experts import expert_linears
 from quantkit.models.families import uses_alibi
 from quantkit.runtime.cuda_graph import DEVICE_LOCK, capture
 from quantkit.runtime.decoder_block import token_blocks
+from quantkit.runtime.grouped_experts import run_by_host
 from quantkit.runtime.norms import fast_norm
 from quantkit.runtime.sampling import Draw
 from quantkit.runtime.twin import Forward, is_watched, twin_of
@@ -197,9 +197,9 @@ def step(session: Session) -> None:
 def captured_step(session: Session) -> Callable[[], None]:
     """``step`` as a graph replay on a GPU, as itself elsewhere; the session is left as it was found.
 
-    Separate experts are called by the host, once it knows which tokens go where: no graph can hold them.
+    No graph can hold experts that the host calls (runtime/grouped_experts.py).
     """
-    if session.token.device.type != "cuda" or expert_linears(session.model):
+    if session.token.device.type != "cuda" or run_by_host(session.model):
         return lambda: step(session)
     _ = session.decoder  # made now: its tensors are for every session, not for the stream of this capture
     kept = (

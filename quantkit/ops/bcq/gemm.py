@@ -6,21 +6,24 @@ once, in its own bits, for every tile of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
 import torch
+from torch import Tensor
 
 from quantkit.cuda.architectures import WARP_THREADS, Architecture, Kernel
 from quantkit.cuda.compile import CompileUnit
 from quantkit.cuda.device import Gpu
-from quantkit.cuda.launch import DTYPE_CODES
+from quantkit.cuda.launch import DTYPE_CODES, Launch
 from quantkit.errors import KernelError
 from quantkit.formats.planes import BITS_PER_BYTE, MAX_BITS
 from quantkit.ops.bcq.instances import (
     ARRANGE_SOURCE,
+    ARRANGE_THREADS,
+    ARRANGE_TOKENS,
     FLOAT_BYTES,
     GEMM_BARRIER_BYTES,
     GEMM_CHUNK_TOKENS,
@@ -37,7 +40,7 @@ FUSED = (Kernel.BCQ_GEMM_WGMMA, Kernel.BCQ_GEMM_MMA)
 """The fused products; a generation has one of them."""
 GEMM_TYPES = (torch.float16, torch.bfloat16)
 _GROUP_WARPS = 4
-_SHORT_BYTES = 2
+_SHORT_BYTES, _VECTOR_BYTES = 2, 16
 _PANEL_ROW_BYTES = PANEL_K * _SHORT_BYTES
 TOKEN_BAND = 4  # tiles of tokens that blocks work on at once, for x and the weights to stay in L2
 _MANY_GROUPS, _FEW_BITS = 6, 4  # of consumers, and planes up to which shared memory and registers carry them
@@ -159,13 +162,18 @@ def _shapes(weight_bits: int, row: Architecture) -> Iterator[GemmShape]:
 
 
 def _fitted(it: GemmProblem, shape: GemmShape, parts: int) -> GemmLayout | None:
-    """The layout with as many stages of x as there is room for; None where it cannot be."""
+    """The layout for one weight; None where it cannot be."""
     at_once = it.gpu.processors // parts
-    ranges = ceil(it.n_tiles / (_GROUP_WARPS * shape.row_groups))
+    ranges = _least_ranges(it, shape)
     if it.tokens <= shape.tokens:  # whole rounds of blocks, and none of them idle
         ranges = min(it.n_tiles, ceil(ranges / at_once) * at_once)
     if parts > 1 and ranges * ceil(it.tokens / shape.tokens) > at_once:
         return None  # a cluster works on one item: its sums take the place of x
+    return _filled(it, shape, parts, ranges)
+
+
+def _filled(it: GemmProblem, shape: GemmShape, parts: int, ranges: int) -> GemmLayout | None:
+    """The layout with as many stages of x as there is room for; None where there is too little."""
     warps = shape.groups * _GROUP_WARPS
     rings, tables = warps * shape.slots * it.slot_bytes, warps * 2 * it.table_bytes
     sum_tokens = shape.tokens if parts > 1 else min(shape.tokens, GEMM_CHUNK_TOKENS)
@@ -181,10 +189,10 @@ def _fitted(it: GemmProblem, shape: GemmShape, parts: int) -> GemmLayout | None:
     return GemmLayout(shape, parts, ranges, stages, shared_mem)
 
 
-def _cycles(it: GemmProblem, layout: GemmLayout) -> float:
-    """How long a multiprocessor is busy, see the figures above."""
+def _cycles(it: GemmProblem, layout: GemmLayout, token_tiles: int) -> float:
+    """How long a multiprocessor is busy with so many tiles of tokens, see the figures above."""
     shape, phases = layout.shape, layout.shape.phases
-    items = layout.ranges * ceil(it.tokens / shape.tokens)
+    items = layout.ranges * token_tiles
     rounds = ceil(items / (it.gpu.processors // layout.parts))
     busy_groups = phases * ceil(it.n_tiles / (layout.ranges * _GROUP_WARPS))
     tile = _EXPAND_CYCLES + it.weight_bits * _PLANE_CYCLES + _PRODUCT_CYCLES[shape.tokens]
@@ -199,7 +207,24 @@ def gemm_layouts(it: GemmProblem) -> list[GemmLayout]:
     """The layouts that fit, the one expected to be fastest first."""
     clusters = (1, 2) if it.gpu.architecture.clusters and it.k_tiles > 1 else (1,)
     fitted = [_fitted(it, shape, parts) for shape in _shapes(it.weight_bits, it.gpu.architecture) for parts in clusters]
-    return sorted((layout for layout in fitted if layout is not None), key=lambda layout: _cycles(it, layout))
+    return _sorted(it, fitted, lambda shape: ceil(it.tokens / shape.tokens))
+
+
+def spread_layouts(it: GemmProblem, token_tiles: Callable[[GemmShape], int]) -> list[GemmLayout]:
+    """The same for tiles of tokens that multiply weights of their own; token_tiles: how many, by a layout's shape."""
+    shapes = _shapes(it.weight_bits, it.gpu.architecture)
+    return _sorted(it, [_filled(it, shape, 1, _least_ranges(it, shape)) for shape in shapes], token_tiles)
+
+
+def _sorted(
+    it: GemmProblem, layouts: Iterable[GemmLayout | None], token_tiles: Callable[[GemmShape], int]
+) -> list[GemmLayout]:
+    fitted = (layout for layout in layouts if layout is not None)
+    return sorted(fitted, key=lambda layout: _cycles(it, layout, token_tiles(layout.shape)))
+
+
+def _least_ranges(it: GemmProblem, shape: GemmShape) -> int:
+    return ceil(it.n_tiles / (_GROUP_WARPS * shape.row_groups))
 
 
 @cache
@@ -221,20 +246,26 @@ def plan_gemm(it: GemmProblem) -> GemmLayout:
 ARRANGE = CompileUnit(ARRANGE_SOURCE, "bcqArrange")
 
 
+def gemm_arguments(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> tuple[int, ...]:
+    """Template arguments of the instance for a problem, activations and a shape of gemm_layouts."""
+    warpgroups = Kernel.BCQ_GEMM_WGMMA in it.gpu.architecture.kernels
+    sizes = (shape.tokens, shape.row_groups, shape.phases, shape.slots)
+    return (warpgroups, it.weight_bits, it.offsets_apart, DTYPE_CODES[dtype], *sizes)
+
+
 @cache
 def gemm_unit(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> CompileUnit:
     """The instance for a problem, activations and a shape of gemm_layouts."""
-    warpgroups = Kernel.BCQ_GEMM_WGMMA in it.gpu.architecture.kernels
-    numbers = (
-        it.weight_bits,
-        it.offsets_apart,
-        DTYPE_CODES[dtype],
-        shape.tokens,
-        shape.row_groups,
-        shape.phases,
-        shape.slots,
-    )
-    return CompileUnit(SOURCES[Kernel.BCQ_GEMM_MMA], "bcqGemm", (warpgroups, *numbers))
+    return CompileUnit(SOURCES[Kernel.BCQ_GEMM_MMA], "bcqGemm", gemm_arguments(it, dtype, shape))
+
+
+def gemm_instances(row: Architecture) -> Iterator[tuple[GemmProblem, torch.dtype, GemmShape]]:
+    """What instances there are for on a GPU generation."""
+    for bits in range(1, MAX_BITS + 1):
+        for entries in (bits, bits + 1) if bits in _OFFSETS_APART else (bits,):
+            it = GemmProblem(bits, entries, 2 * BITS_PER_BYTE, 1, 1, 1, 1, Gpu(row, 1))
+            for dtype in GEMM_TYPES:
+                yield from ((it, dtype, shape) for shape in _shapes(bits, row))
 
 
 def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
@@ -242,8 +273,38 @@ def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
     if gemm_kernel(row) is None:
         return
     yield ARRANGE
-    for bits in range(1, MAX_BITS + 1):
-        for entries in (bits, bits + 1) if bits in _OFFSETS_APART else (bits,):
-            it = GemmProblem(bits, entries, 2 * BITS_PER_BYTE, 1, 1, 1, 1, Gpu(row, 1))
-            for dtype in GEMM_TYPES:
-                yield from (gemm_unit(it, dtype, shape) for shape in _shapes(bits, row))
+    for instance in gemm_instances(row):
+        yield gemm_unit(*instance)
+
+
+def is_vectors(x: Tensor) -> bool:
+    """Whether rows of x [M, K] are made of aligned 16-byte vectors."""
+    return x.shape[1] % (_VECTOR_BYTES // 2) == 0 and x.data_ptr() % _VECTOR_BYTES == 0
+
+
+def arrange_launch(
+    x: Tensor, arranged: Tensor, *, tile_tokens: int, bits: int, slots: Tensor | None = None, choices: int = 1
+) -> Launch:
+    """x [M, K] in the order of the fused product for weights of ``bits`` planes, tiles of so many tokens.
+
+    slots: place m takes row slots[m] // choices instead of m, none where slots[m] is -1.
+    """
+    places = x.shape[0] if slots is None else slots.numel()
+    return Launch(
+        ARRANGE,
+        x.device,
+        grid=(arranged.shape[1] // (2 * PANEL_K), -(-places // ARRANGE_TOKENS)),
+        block=ARRANGE_THREADS,
+        args={
+            "x": x,
+            "arranged": arranged,
+            "slots": slots,
+            "choices": choices,
+            "M": places,
+            "K": x.shape[1],
+            "tileTokens": tile_tokens,
+            "bits": bits,
+            "vectors": is_vectors(x),
+        },
+        overlap=True,
+    )
