@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from quantkit.data.corpora import Corpus, load_text
 from quantkit.errors import EvaluationError
 from quantkit.evaluation.perplexity import perplexity
+from quantkit.exchange.gguf_writer import FILE
 from quantkit.exchange.source import read_config
 from quantkit.jobs.convert import convert_model
 from quantkit.jobs.export import export_model
@@ -80,6 +81,7 @@ def measure(case: str, corpus: Corpus, options: argparse.Namespace, work: Path) 
         ours, theirs = Path(path), work / "out"
         numbers: dict[str, Any] = {}
         result: Any = export_model(ours, theirs, to=names[0])
+        theirs = theirs / FILE if names[0] == "gguf" else theirs
     elif kind == "convert" and len(names) == 1:
         ours, theirs = work / "out", Path(path)
         result = convert_model(theirs, ours, exact=options.exact)
