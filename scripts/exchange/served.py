@@ -53,8 +53,8 @@ def served(folder: Path, ids: torch.Tensor, options: argparse.Namespace, work: P
     command = [options.python, __file__, _ENGINE, folder, windows, options.dtype, out]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not out.is_file():
-        errors = [line.strip() for line in done.stderr.splitlines() if "Error: " in line]
-        return {"refused": errors[0] if errors else done.stderr[-400:]}
+        errors = [line.strip() for line in done.stderr.splitlines() if "Error: " in line or "Value error, " in line]
+        return {"refused": "; ".join(errors[:2]) if errors else done.stderr[-400:]}
     means = json.loads(out.read_text())
     return {"perplexity": math.exp(sum(means) / len(means)), "dtype": options.dtype}
 
