@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -46,6 +47,13 @@ class ExportLayer:
                 f"{self.name}: has INT8 activations, which this format does not hold; export to compressed-tensors"
             )
         return self.grid
+
+    def step(self) -> Tensor:
+        """[N, G] fp16, the grid's steps, exact. Raises CheckpointError beyond fp16."""
+        step = self.uniform.step.half()
+        if not torch.equal(step.double(), self.uniform.step):
+            raise CheckpointError(f"{self.name}: its steps are beyond fp16")
+        return step
 
     @property
     def is_symmetric(self) -> bool:
