@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,9 +44,21 @@ def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSetting
 
         at_once = max(1, _TOKENS_AT_ONCE // windows.shape[1])
         objective = Objective(loss, len(windows), at_once, dtype)
-        report = tune(list(tuned.parts.values()), list(tuned.others.values()), objective, settings)
+        with _short_products():
+            report = tune(list(tuned.parts.values()), list(tuned.others.values()), objective, settings)
         model.to("cpu")
     return report
+
+
+@contextmanager
+def _short_products() -> Iterator[None]:
+    """While entered, a GPU multiplies fp32 in TF32: its rounding is far below that of the codes."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def tuning_bytes(model: Any, quantized: int, settings: TuneSettings) -> int:
