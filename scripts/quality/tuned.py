@@ -22,9 +22,10 @@ from quantkit.calibration.artifact import Calibration
 from quantkit.calibration.runner import calibrate
 from quantkit.data.corpora import Corpus, load_text
 from quantkit.data.windows import shuffled_windows, tokenize
+from quantkit.errors import RecipeError
 from quantkit.evaluation.divergence import divergence
 from quantkit.formats.table import stored_bytes
-from quantkit.jobs.quantize_blocks import BlockWork, Done, quantize_blocks, transform_part
+from quantkit.jobs.quantize_blocks import BlockWork, quantize_blocks
 from quantkit.methods import plan_layers
 from quantkit.models.families import block_linears
 from quantkit.models.loading import load_model, stored_dtype
@@ -56,16 +57,22 @@ def calibrated(options: argparse.Namespace, original: Any, tokenizer: Any) -> Ca
     return replace(found, windows=chosen.to(torch.int32))
 
 
-def quantized(recipe: Recipe, original: Any, artifact: Calibration, dtype: torch.dtype) -> tuple[Any, BlockWork]:
-    """A copy of the model with its Linears quantized, on the CPU, and the work that it was."""
+def quantized(recipe: Recipe, original: Any, artifact: Calibration) -> tuple[Any, float]:
+    """A copy of the model with its Linears quantized, on the CPU, and their bits per weight.
+
+    Raises RecipeError for a recipe that edits the whole model first: here all of it is in memory, part after part.
+    """
     model = copy.deepcopy(original)
     plans = plan_layers(recipe, list(block_linears(model)))
+    if any(plan.method in ("bipolar", "flatten") or getattr(plan.settings, "rotate", False) for plan in plans.values()):
+        raise RecipeError(
+            f"recipe {recipe.name}: edits the whole model first; use quantkit quantize and eval divergence"
+        )
     work = BlockWork(in_memory_stream(model), plans, artifact, torch.float32, torch.float32, attention=False)
     with passing_workspace({}) as pieces:
         done = quantize_blocks(work, pieces)
     stored = sum(8 * stored_bytes(layer.spec, layer.shape) for layer in done.stored.values())
-    model.bits_per_weight = stored / sum(rows * columns for rows, columns in (s.shape for s in done.stored.values()))
-    return model.to("cpu"), replace(work, dtype=dtype)
+    return model.to("cpu"), stored / sum(layer.shape[0] * layer.shape[1] for layer in done.stored.values())
 
 
 def scores(original: Any, model: Any, tokenizer: Any, texts: list[Corpus], options: argparse.Namespace) -> list[Any]:
@@ -88,15 +95,13 @@ def measure(name: str, original: Any, artifact: Calibration, context: tuple[Any,
     recipe = load_recipe(*_parts(name))
     row: dict[str, Any] = {"recipe": name, "environment": environment_of(options.device), "command": command_line()}
     started = time.perf_counter()
-    model, work = quantized(recipe, original, artifact, stored_dtype(options.model))
-    row |= {"bits_per_weight": model.bits_per_weight, "quantize_seconds": time.perf_counter() - started}
+    model, bits = quantized(recipe, original, artifact)
+    row |= {"bits_per_weight": bits, "quantize_seconds": time.perf_counter() - started}
     rows = [{**row, "tuning": None, "evaluations": scores(original, model, tokenizer, texts, options)}]
     if recipe.tune is not None:
         started = time.perf_counter()
-        twin = copy.deepcopy(original)
-        transform_part(replace(work, stream=in_memory_stream(twin)), Done())
         settings = tune_settings(name, recipe.tune)
-        report = tune_model(twin, model, artifact.windows, settings, dtype=work.dtype)
+        report = tune_model(original, model, artifact.windows, settings, dtype=stored_dtype(options.model))
         tuning = {**report.to_json(), "settings": asdict(settings), "seconds": time.perf_counter() - started}
         rows.append({**row, "tuning": tuning, "evaluations": scores(original, model, tokenizer, texts, options)})
     return rows

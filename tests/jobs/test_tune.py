@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from quantkit.checkpoint.read import read_report
+from quantkit.errors import RecipeError
 from quantkit.formats.bcq import BcqSpec
+from quantkit.jobs.search import search_settings
 from quantkit.models.loading import load_model
 from quantkit.nn.quantized_linear import QuantizedLinear
 from tests.cli.calls import refusal, run
@@ -106,6 +108,12 @@ def test_too_little_memory_for_tuning_is_refused(
     message = refusal(*command("llama", tiny_model, calibrated), "-o", tmp_path / "out")
     assert "set tune.codes=false or leave tune out" in message
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("setting", ["tune={}", "rotate=true"])
+def test_the_search_refuses_what_it_would_not_carry_out(setting: str) -> None:
+    with pytest.raises(RecipeError, match=f"`settings` {setting.split('=')[0]}"):
+        search_settings([setting])
 
 
 def test_tuning_keeps_the_spec(tiny_model: Folders, calibrated: Folders, tmp_path: Path) -> None:
