@@ -49,7 +49,7 @@ class TunedLinear(nn.Module):
         self.offset = None if offset is None else nn.Parameter(offset)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float())
         self.register_buffer("codes", self._padded(unpack_codes(stored.signs, self.shape[1])), persistent=False)
-        self.latent = None if original is None else nn.Parameter(self._inside_cells(original.float().contiguous()))
+        self.latent = None if original is None else nn.Parameter(self._inside_cells(original))
 
     @property
     def grid(self) -> ScaleGrid:
@@ -113,7 +113,7 @@ class TunedLinear(nn.Module):
             rank = order.argsort(dim=-1).gather(-1, self.codes.view(-1, self.width).long())
             low = torch.cat([-ends, middles], dim=-1).gather(-1, rank).view_as(level)
             high = torch.cat([middles, ends], dim=-1).gather(-1, rank).view_as(level)
-            wanted = self._padded(original)
+            wanted = self._padded(original.to(level).contiguous())
             inside = torch.minimum(
                 torch.maximum(wanted, level + (low - level) * _INSIDE), level + (high - level) * _INSIDE
             )
