@@ -1,7 +1,7 @@
 """Quality of recipes with and without tuning, in one process and in memory: perplexity, KL and equal top tokens.
 
-python scripts/quality/tuned.py MODEL --texts wiki.test.jsonl,lambada.jsonl --calibration-text c4.txt
-    --recipes bcq-w3-g128,best-3bit+tune.epochs=4 --json docs/results/tuned-MODEL.json
+python scripts/quality/tuned.py MODEL --texts wiki.test.jsonl lambada.jsonl --calibration-text c4.txt
+    --recipes bcq-w3-g128 bcq-w3-g64-s8+tune.epochs=4 --json docs/results/tuned-MODEL.json
 
 Beside each row with tuning stands the same recipe without. No checkpoint is written: the numbers are those of the
 stored values. Statistics of inputs are of the first windows, as a GPU is slow at collecting them.
