@@ -66,7 +66,12 @@ def _always(settings: Any) -> bool:
 
 METHODS: dict[str, Method] = {
     "bcq": Method(
-        bcq.BcqSettings, bcq.quantize, bcq.stored_specs, needs_hessian=bcq.needs_hessian, independent_rows=True
+        bcq.BcqSettings,
+        bcq.quantize,
+        bcq.stored_specs,
+        needs_hessian=bcq.needs_hessian,
+        transform=rotation.fold_rotation,
+        independent_rows=True,
     ),
     "bipolar": Method(
         bipolar.BipolarSettings,
@@ -91,6 +96,7 @@ METHODS: dict[str, Method] = {
         rounding.quantize,
         rounding.stored_specs,
         needs_hessian=rounding.needs_hessian,
+        transform=rotation.fold_rotation,
         independent_rows=True,
     ),
 }
@@ -99,7 +105,8 @@ METHODS: dict[str, Method] = {
 def plan_layers(recipe: Recipe, layers: list[str]) -> dict[str, LayerPlan]:
     """The plan of every layer the recipe does not keep in floating point, by module name.
 
-    Raises RecipeError for an unknown method or setting, an impossible value, or a glob that matches no layer.
+    Raises RecipeError for an unknown method or setting, an impossible value, a glob that matches no layer, or two
+    methods that rotate.
     """
     for rule in recipe.layers:
         if not any(fnmatchcase(layer, rule.match) for layer in layers):
@@ -111,6 +118,9 @@ def plan_layers(recipe: Recipe, layers: list[str]) -> dict[str, LayerPlan]:
             plans[layer] = LayerPlan(method, _settings(recipe.name, method, settings))
     if not plans:
         raise RecipeError(f"recipe {recipe.name}: 'keep' leaves no layer to quantize")
+    rotating = sorted({plan.method for plan in plans.values() if getattr(plan.settings, "rotate", False)})
+    if len(rotating) > 1:
+        raise RecipeError(f"recipe {recipe.name}: {' and '.join(rotating)} both rotate; the residual stream turns once")
     return plans
 
 

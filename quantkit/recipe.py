@@ -5,6 +5,7 @@ method: bcq                                   # a row of METHODS
 settings: {weight_bits: 4, group_size: 128}   # that method's settings; unset ones take their defaults
 keep: ["lm_head"]                             # modules left in floating point; globs on module names
 attention_bits: 8                             # optional: attention in INT8 too (runtime/int8_attention.py)
+tune: {epochs: 8}                       # optional: tuning by gradient afterwards (tuning/settings.py)
 layers:                                       # exceptions; the first matching glob wins
   - {match: "*.mlp.down_proj", weight_bits: 5}
 """
@@ -22,8 +23,9 @@ from quantkit.errors import RecipeError
 from quantkit.storage.documents import parse_yaml, read_yaml
 
 SCHEMA = 1
-_KEYS = ("schema", "method", "settings", "keep", "attention_bits", "layers")
+_KEYS = ("schema", "method", "settings", "keep", "attention_bits", "tune", "layers")
 _ATTENTION_BITS = (None, 8)
+_TUNE = "tune."  # begins a setting of that section
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,10 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as written, overrides applied; names are checked against METHODS when it is resolved."""
+    """A recipe as written, overrides applied; names are checked against METHODS when it is resolved.
+
+    tune: settings of the tuning that follows, or None for none.
+    """
 
     name: str
     method: str
@@ -45,6 +50,7 @@ class Recipe:
     keep: tuple[str, ...] = ("lm_head",)
     layers: tuple[LayerRule, ...] = ()
     attention_bits: int | None = None
+    tune: Mapping[str, Any] | None = None
 
     def keeps(self, layer: str) -> bool:
         """Whether the layer stays in floating point."""
@@ -72,6 +78,7 @@ class Recipe:
             "settings": dict(self.settings),
             "keep": list(self.keep),
             **attention,
+            **({} if self.tune is None else {"tune": dict(self.tune)}),
             "layers": rules,
         }
 
@@ -96,7 +103,10 @@ def load_recipe(name_or_file: str, settings: Iterable[str] = ()) -> Recipe:
 
 
 def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """The document with ``key=value``: method, keep and attention_bits are keys of its own, all others settings."""
+    """The document with ``key=value``: method, keep, attention_bits and tune are keys of its own, all others settings.
+
+    ``tune.key=value`` is a setting of the section tune.
+    """
     own = document.get("settings") or {}
     if not isinstance(own, dict):
         return document  # which parse_recipe refuses
@@ -106,7 +116,11 @@ def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str
         if not separator or not key:
             raise RecipeError(f"`settings` {given}: expected key=value, for example group_size=64")
         value = parse_yaml(text, f"`settings` {given}", RecipeError)
-        target = merged if key in ("method", "keep", "attention_bits") else merged["settings"]
+        if key.startswith(_TUNE):
+            tune = merged.get("tune")
+            merged["tune"] = {**(tune if isinstance(tune, dict) else {}), key.removeprefix(_TUNE): value}
+            continue
+        target = merged if key in ("method", "keep", "attention_bits", "tune") else merged["settings"]
         target[key] = value
     return merged
 
@@ -134,6 +148,9 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
     attention_bits = document.get("attention_bits")
     if attention_bits not in _ATTENTION_BITS or isinstance(attention_bits, float):
         raise RecipeError(f"recipe {where}: attention_bits is {attention_bits!r}; choose 8, or leave it out for none")
+    tune = document.get("tune")
+    if not isinstance(tune, dict | None):
+        raise RecipeError(f"recipe {where}: tune is {tune!r}; it is a mapping, or left out for none")
     return Recipe(
         name=name,
         method=document["method"],
@@ -141,6 +158,7 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
         keep=tuple(keep),
         layers=tuple(_parse_rule(rule, where) for rule in rules),
         attention_bits=attention_bits,
+        tune=tune,
     )
 
 

@@ -24,7 +24,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("formats", "cuda"),
     ("ops", "models", "data"),
     ("nn", "quantizers", "calibration"),
-    ("methods", "evaluation"),
+    ("methods", "evaluation", "tuning"),
     ("checkpoint",),
     ("exchange",),
     ("runtime",),

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
+import torch
 from torch import nn
 
 from quantkit.calibration.artifact import Calibration
@@ -21,6 +22,8 @@ from quantkit.integrations.transformers import install_layers
 from quantkit.methods import METHODS, LayerPlan
 from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.stream import ModelStream
+from quantkit.tuning.settings import TuneSettings
+from quantkit.tuning.whole_model import tuning_bytes
 
 # Chosen so that what scripts/large_model.py measures lies below.
 _PROCESS_BYTES = 700_000_000  # torch, transformers and the model's structure
@@ -45,7 +48,7 @@ class Estimate:
     """files, most_files: bytes of the weight files, equal where no format depends on the data.
 
     disk: bytes needed at the output's place while the work lasts. memory: expected at the peak; where the device is a
-    GPU, of the GPU.
+    GPU, of the GPU. tunes: whether tuning the whole model decides it.
     """
 
     layers: tuple[LayerEstimate, ...]
@@ -54,26 +57,38 @@ class Estimate:
     disk: int
     memory: int
     device: str
+    tunes: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """All of it as a JSON document."""
         return asdict(self)
 
     def check_memory(self) -> None:
-        """Raise OutputError where the computer's memory cannot hold what is expected."""
-        free = psutil.virtual_memory().available
-        if self.device == "cpu" and free < self.memory:
+        """Raise OutputError where the memory of the computer, or the GPU's for tuning, cannot hold what is expected."""
+        if self.device == "cpu":
+            free = psutil.virtual_memory().available
+        elif self.tunes:
+            free = torch.cuda.mem_get_info()[0]
+        else:
+            return
+        if free < self.memory:
+            fewer = "set tune.codes=false or leave tune out" if self.tunes else "use fewer calibration windows"
             raise OutputError(
                 f"quantizing takes about {self.memory / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; "
-                "end other programs or use fewer calibration windows"
+                f"end other programs or {fewer}"
             )
 
 
 def estimate(
-    stream: ModelStream, plans: Mapping[str, LayerPlan], artifact: Calibration | None, dtype: Any, hidden_bytes: int
+    stream: ModelStream,
+    plans: Mapping[str, LayerPlan],
+    artifact: Calibration | None,
+    dtype: Any,
+    hidden_bytes: int,
+    tuning: TuneSettings | None = None,
 ) -> Estimate:
     """Of a model whose layers are planned. dtype: of what stays floating point. hidden_bytes: of one stored value of a
-    hidden state, 0 where no text runs through the blocks."""
+    hidden state, 0 where no text runs through the blocks. tuning: what follows with the whole model in memory."""
     shapes = {name: linear_shape(module) for name, module in block_linears(stream.model).items() if name in plans}
     specs = {name: METHODS[plan.method].stored_specs(plan.settings, shapes[name]) for name, plan in plans.items()}
     names = stored_names(stream.model, shapes)
@@ -90,13 +105,17 @@ def estimate(
     files = [_file_bytes(stream, {name: own[end] for name, own in specs.items()}, shapes, dtype) for end in (0, -1)]
     width = stream.model.config.get_text_config().hidden_size
     state = 0 if artifact is None else artifact.windows.numel() * width * hidden_bytes
+    weights = sum(rows * columns for rows, columns in shapes.values())
+    tuned = 0 if tuning is None else _PROCESS_BYTES + tuning_bytes(stream.model, weights, tuning)
+    blockwise = _memory(stream, plans, shapes, state)
     return Estimate(
         layers=layers,
         files=files[0],
         most_files=files[-1],
-        disk=2 * files[0] + 2 * state,
-        memory=_memory(stream, plans, shapes, state),
+        disk=(2 if tuning is None else 3) * files[0] + 2 * state,
+        memory=max(blockwise, tuned),
         device=stream.device.type,
+        tunes=tuned > blockwise,
     )
 
 

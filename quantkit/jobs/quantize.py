@@ -23,8 +23,9 @@ from quantkit.errors import CalibrationError, ModelError, OutputError, StatsErro
 from quantkit.integrations.transformers import attach_config, check_readable
 from quantkit.jobs.estimate import Estimate, estimate
 from quantkit.jobs.quantize_blocks import BlockWork, quantize_blocks
+from quantkit.jobs.tune import planned_tuning, tuned_piece
 from quantkit.methods import METHODS, LayerPlan, check_recipe, plan_layers
-from quantkit.models.families import block_linears
+from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.loading import first_device, is_quantized, open_stream, stored_dtype, stream_fingerprint
 from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import activations_dtype
@@ -34,6 +35,7 @@ from quantkit.recipe import Recipe
 from quantkit.runtime import int8_attention
 from quantkit.storage.output import OutputFolder, output_folder
 from quantkit.storage.resume import Workspace, shared_workspace, workspace
+from quantkit.tuning.settings import TuneSettings
 
 _LARGEST = torch.finfo(torch.float16).max  # scales and offsets are stored in fp16
 
@@ -83,15 +85,22 @@ def quantize_model(
     check_recipe(recipe)
     with _opened(model, recipe, out, calibration, options) as (job, output, work):
         started = time.perf_counter()
-        config, report = _quantize(job, work, options)
-        seconds = time.perf_counter() - started
+        blocks = _block_work(job, options)
+        config, report = _quantize(job, blocks, work)
         if output is None:
             return None
         document = {"quantkit": quantkit.__version__, "model": model, "recipe": _recipe_document(recipe), **report}
         loaded = job.stream.model.to(job.dtype)
         attach_config(loaded, config_to_json(config))
-        with refusing(f"output {out} cannot be written", OutputError):
-            save_checkpoint(loaded, document, output.work, work.tensors())
+
+        def save(folder: Path) -> None:
+            with refusing(f"output {out} cannot be written", OutputError):
+                save_checkpoint(loaded, document, folder, work.tensors())
+
+        if job.tuning is not None:
+            document["tuning"] = tuned_piece(blocks, model, work, job.tuning, save)
+        seconds = time.perf_counter() - started
+        save(output.work)
         check_readable(output.work)
         output.publish()
     size, bits = folder_bytes(out), bits_per_weight(config)
@@ -126,7 +135,7 @@ def _opened(
 class Job:
     """A model that is about to be quantized, checked as far as its shapes go.
 
-    dtype: of what stays floating point. unquantized: what of that is worth a word.
+    dtype: of what stays floating point. unquantized: what of that is worth a word. tuning: what follows, or None.
     """
 
     model: str
@@ -137,6 +146,7 @@ class Job:
     artifact: Calibration | None
     dtype: torch.dtype
     unquantized: tuple[Unquantized, ...]
+    tuning: TuneSettings | None
 
 
 def open_job(model: str, recipe: Recipe, calibration: Path | None, options: QuantizeOptions) -> Job:
@@ -146,12 +156,14 @@ def open_job(model: str, recipe: Recipe, calibration: Path | None, options: Quan
         raise ModelError(f"model {model} is quantized already; give the floating-point original")
     artifact = load_calibration(calibration) if calibration else None
     stream, tokenizer = open_stream(model, dtype=torch.float32, device=options.device)
-    plans = plan_layers(recipe, list(block_linears(stream.model)))
+    linears = block_linears(stream.model)
+    plans = plan_layers(recipe, list(linears))
     _check_calibration(plans, artifact, recipe)
+    tuning = planned_tuning(recipe, plans, {name: linear_shape(linears[name]) for name in plans}, artifact)
     _check_attention(recipe, artifact, stream.model)
     left = unquantized(stream.model, plans, recipe.keeps)
     check_unquantized_weights(left, recipe.name)
-    return Job(model, recipe, stream, tokenizer, plans, artifact, stored_dtype(model), tuple(left))
+    return Job(model, recipe, stream, tokenizer, plans, artifact, stored_dtype(model), tuple(left), tuning)
 
 
 def expect(job: Job, options: QuantizeOptions) -> Estimate:
@@ -160,7 +172,7 @@ def expect(job: Job, options: QuantizeOptions) -> Estimate:
         METHODS[plan.method].needs_hessian(plan.settings) for plan in job.plans.values()
     )
     stored = activations_dtype(options.activations).itemsize if runs_text else 0
-    return estimate(job.stream, job.plans, job.artifact, job.dtype, stored)
+    return estimate(job.stream, job.plans, job.artifact, job.dtype, stored, job.tuning)
 
 
 def _check_space(need: Estimate, folder: Path) -> None:
@@ -196,7 +208,19 @@ def _identity(job: Job, calibration: Path | None, options: QuantizeOptions) -> d
     }
 
 
-def _quantize(job: Job, work: Workspace, options: QuantizeOptions) -> tuple[CheckpointConfig, dict[str, Any]]:
+def _block_work(job: Job, options: QuantizeOptions) -> BlockWork:
+    return BlockWork(
+        job.stream,
+        job.plans,
+        job.artifact,
+        job.dtype,
+        activations_dtype(options.activations),
+        attention=job.recipe.attention_bits is not None,
+        ranks=options.ranks,
+    )
+
+
+def _quantize(job: Job, blocks: BlockWork, work: Workspace) -> tuple[CheckpointConfig, dict[str, Any]]:
     """Quantize every planned layer in place; (the config of the result, what quantkit.json says of it).
 
     Both name layers as the files do.
@@ -206,15 +230,6 @@ def _quantize(job: Job, work: Workspace, options: QuantizeOptions) -> tuple[Chec
         "recipe": job.recipe.name,
         "calibration": job.artifact.meta.to_json() if job.artifact is not None else None,
     }
-    blocks = BlockWork(
-        job.stream,
-        job.plans,
-        job.artifact,
-        job.dtype,
-        activations_dtype(options.activations),
-        attention=job.recipe.attention_bits is not None,
-        ranks=options.ranks,
-    )
     done = quantize_blocks(blocks, work)
     ignore = [name for name, module in job.stream.model.named_modules() if isinstance(module, nn.Linear)]
     names = stored_names(job.stream.model, [*done.stored, *ignore])

@@ -129,7 +129,7 @@ def _quantize_outside(job: BlockWork, work: Workspace, commits: Commits) -> Bloc
     """
     stream, inputs, part = job.stream, None, Done()
     with stream.outside():
-        _transform(job, part)
+        transform_part(job, part)
         if job.artifact is not None and job.streams and work.finished <= len(stream.blocks):
             with fast_products(stream.device):
                 inputs = stored_inputs(stream, job.artifact.windows, work, job.activations, first=1, ranks=job.ranks)
@@ -147,7 +147,7 @@ def _stored_part(stream: ModelStream, prefix: str | None) -> dict[str, Tensor]:
     return stored_tensors(stream.model, lambda name: stream.owner(name) == prefix)
 
 
-def _transform(job: BlockWork, part: Done) -> tuple[dict[str, Tensor], dict[str, LayerStats]]:
+def transform_part(job: BlockWork, part: Done) -> tuple[dict[str, Tensor], dict[str, LayerStats]]:
     """Run each method's function-preserving edit on the part of the model that is in memory.
 
     Returns, by layer name, the scales that were folded and the statistics that changed.
@@ -168,7 +168,7 @@ def _transform(job: BlockWork, part: Done) -> tuple[dict[str, Tensor], dict[str,
 def _quantize_block(job: BlockWork, index: int, inputs: BlockInputs | None, part: Done) -> None:
     """Quantize and replace the planned layers of one block."""
     model, (prefix, block) = job.stream.model, job.stream.blocks[index]
-    folded, changed = _transform(job, part)
+    folded, changed = transform_part(job, part)
     own = {name: plan for name, plan in job.plans.items() if job.stream.owner(name) == prefix}
     known = None if job.artifact is None else replace(job.artifact, layers={**job.artifact.layers, **changed})
     layers: dict[str, LayerInput | None] = {name: _layer_input(model, name, known, folded.get(name)) for name in own}

@@ -3,7 +3,8 @@
 x' = x R with R orthogonal leaves every RMS norm as it is, so rotating what is written to the residual stream
 (embedding, o_proj, down_proj) and un-rotating what is read from it (q, k, v, gate, up, head) leaves the model's
 function unchanged, while outlier channels are spread over all channels (QuaRot, Ashkboos et al. 2024, section 3).
-Bipolar-INT does not rotate; this is what makes its few-bit activations usable on models with outliers.
+Bipolar-INT does not rotate; this is what makes its few-bit activations usable on models with outliers. Weights of
+binary coding and round-to-nearest lose their own outliers by it.
 Inputs of o_proj and down_proj are not on the residual stream and stay as they are: rotating them would cost work at
 run time.
 """

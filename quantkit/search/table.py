@@ -180,9 +180,8 @@ def _solver_files() -> list[Path]:
 
 def check_method(method: str) -> None:
     """Raise RecipeError unless each layer of the method can be quantized alone, by weight_bits and group_size."""
-    row = METHODS[method]
-    known = row.settings.__dataclass_fields__
-    if row.transform is not None or not {"weight_bits", "group_size"} <= known.keys():
+    known = METHODS[method].settings.__dataclass_fields__
+    if "act_bits" in known or not {"weight_bits", "group_size"} <= known.keys():
         raise RecipeError(
             f"search chooses weight_bits and group_size per layer, which method {method} has not; use bcq"
         )

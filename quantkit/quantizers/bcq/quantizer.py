@@ -33,7 +33,7 @@ class BcqSettings:
     group. rounds: upper limit of alternations between scales and signs. compensate: choose signs and scales against
     E[x x^T] of the calibration text instead of its diagonal, GPTQ first, then ``sweeps`` rounds of descent.
     damping: share of each diagonal element of E[x x^T] added to it. scale_bits: 16, or 8 for scales and offsets as
-    codes with a factor per row."""
+    codes with a factor per row. rotate: fold a Hadamard rotation of the residual stream into the weights first."""
 
     weight_bits: int = 4
     group_size: int = 128
@@ -43,6 +43,7 @@ class BcqSettings:
     sweeps: int = 3
     damping: float = 0.5
     scale_bits: int = 16
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         check_weight_bits(self.weight_bits)
