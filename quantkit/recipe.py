@@ -5,6 +5,7 @@ method: bcq                                   # a row of METHODS
 settings: {weight_bits: 4, group_size: 128}   # that method's settings; unset ones take their defaults
 keep: ["lm_head"]                             # modules left in floating point; globs on module names
 attention_bits: 8                             # optional: attention in INT8 too (runtime/int8_attention.py)
+head_bits: 6                                  # optional: the language-model head too, in 1 to 8 bits (methods.py)
 layers:                                       # exceptions; the first matching glob wins
   - {match: "*.mlp.down_proj", weight_bits: 5}
 """
@@ -22,8 +23,10 @@ from quantkit.errors import RecipeError
 from quantkit.storage.documents import parse_yaml, read_yaml
 
 SCHEMA = 1
-_KEYS = ("schema", "method", "settings", "keep", "attention_bits", "layers")
+_OPTIONS = ("attention_bits", "head_bits")
+_KEYS = ("schema", "method", "settings", "keep", *_OPTIONS, "layers")
 _ATTENTION_BITS = (None, 8)
+_HEAD_BITS = (None, *range(1, 9))
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,10 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as written, overrides applied; names are checked against METHODS when it is resolved."""
+    """A recipe as written, overrides applied; names are checked against METHODS when it is resolved.
+
+    head_bits: of the language-model head, whatever ``keep`` names; None leaves it in floating point.
+    """
 
     name: str
     method: str
@@ -45,6 +51,7 @@ class Recipe:
     keep: tuple[str, ...] = ("lm_head",)
     layers: tuple[LayerRule, ...] = ()
     attention_bits: int | None = None
+    head_bits: int | None = None
 
     def keeps(self, layer: str) -> bool:
         """Whether the layer stays in floating point."""
@@ -65,13 +72,13 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """The recipe as a YAML or JSON document that parse_recipe reads back."""
         rules = [{"match": r.match, **({"method": r.method} if r.method else {}), **r.settings} for r in self.layers]
-        attention = {} if self.attention_bits is None else {"attention_bits": self.attention_bits}
+        options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         return {
             "schema": SCHEMA,
             "method": self.method,
             "settings": dict(self.settings),
             "keep": list(self.keep),
-            **attention,
+            **options,
             "layers": rules,
         }
 
@@ -96,7 +103,7 @@ def load_recipe(name_or_file: str, settings: Iterable[str] = ()) -> Recipe:
 
 
 def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """The document with ``key=value``: method, keep and attention_bits are keys of its own, all others settings."""
+    """The document with ``key=value``: keys of a recipe stay its own, all others are settings."""
     own = document.get("settings") or {}
     if not isinstance(own, dict):
         return document  # which parse_recipe refuses
@@ -106,7 +113,7 @@ def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str
         if not separator or not key:
             raise RecipeError(f"`settings` {given}: expected key=value, for example group_size=64")
         value = parse_yaml(text, f"`settings` {given}", RecipeError)
-        target = merged if key in ("method", "keep", "attention_bits") else merged["settings"]
+        target = merged if key in ("method", "keep", *_OPTIONS) else merged["settings"]
         target[key] = value
     return merged
 
@@ -134,6 +141,9 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
     attention_bits = document.get("attention_bits")
     if attention_bits not in _ATTENTION_BITS or isinstance(attention_bits, float):
         raise RecipeError(f"recipe {where}: attention_bits is {attention_bits!r}; choose 8, or leave it out for none")
+    head_bits = document.get("head_bits")
+    if head_bits not in _HEAD_BITS or isinstance(head_bits, bool | float):
+        raise RecipeError(f"recipe {where}: head_bits is {head_bits!r}; choose 1 to 8, or leave it out for none")
     return Recipe(
         name=name,
         method=document["method"],
@@ -141,6 +151,7 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
         keep=tuple(keep),
         layers=tuple(_parse_rule(rule, where) for rule in rules),
         attention_bits=attention_bits,
+        head_bits=head_bits,
     )
 
 

@@ -123,7 +123,10 @@ def install_skeleton(model: nn.Module, config: CheckpointConfig) -> None:
     fused = [f"{name}." for name, module in model.named_modules() if is_fused(module)]
     if any(own.startswith(tuple(fused)) for own in names.values()):
         separate_experts(model)
-    install_layers(model, {names[name]: layer for name, layer in config.layers.items()})
+    prefix = getattr(model, "base_model_prefix", "")
+    headless = bool(prefix) and not hasattr(model, prefix)  # AutoModel: no head, quantized or not
+    layers = {name: layer for name, layer in config.layers.items() if not headless or name.startswith(f"{prefix}.")}
+    install_layers(model, {names[name]: layer for name, layer in layers.items()})
 
 
 def install_layers(model: nn.Module, layers: Mapping[str, StoredLayer]) -> None:

@@ -100,6 +100,8 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
     recipe = parse_recipe(document, name="search", where="`settings`")
     if recipe.attention_bits is not None:
         raise RecipeError("`settings` attention_bits: no matter of the search; set it when the plan is applied")
+    if recipe.head_bits is not None:
+        raise RecipeError("`settings` head_bits: no matter of the search; set it when the plan is applied")
     chosen = sorted({"weight_bits", "group_size"} & recipe.settings.keys())
     if chosen:
         raise RecipeError(f"`settings` {chosen[0]}: is what the search chooses; give widths and groups to choose from")
