@@ -56,6 +56,8 @@ class QuantkitQuantizer(HfQuantizer):
 
     requires_calibration = True  # refuses quantization_config= on a floating-point checkpoint
     verification: Verification | None = None
+    skeleton: tuple[nn.Module, ...] = ()
+    """The modules of the model that is being loaded."""
 
     @property
     def is_trainable(self) -> bool:
@@ -78,6 +80,7 @@ class QuantkitQuantizer(HfQuantizer):
         check_tensors(config, files)
         self.verification = start_verifying(files, document) if verifies() else None
         install_skeleton(model, config)
+        self.skeleton = tuple(model.modules())
         check_unquantized(model, config, files)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
@@ -85,6 +88,7 @@ class QuantkitQuantizer(HfQuantizer):
 
         Tensors were checked before loading, but for their digests.
         """
+        self.skeleton = ()
         if self.verification is not None:
             self.verification.finish()
         for module in model.modules():
@@ -99,11 +103,15 @@ class QuantkitQuantizer(HfQuantizer):
 
             install(model, attention)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        """The model's own, but for those that would fuse the experts that install_skeleton has separated."""
-        separate = any(isinstance(module, SeparateExperts) for module in model.modules())
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> list[Any]:
+        """The model's own, but for those that would fuse the experts that install_skeleton has separated.
+
+        model: not given by transformers 5.17.
+        """
+        modules = model[0].modules() if model else self.skeleton
+        separate = any(isinstance(module, SeparateExperts) for module in modules)
         kept = [entry for entry in weight_conversions if not (separate and merges_experts(entry))]
-        return list(super().update_weight_conversions(kept, model))
+        return list(super().update_weight_conversions(kept, *model))
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
         """No entry beyond the model's own: every stored tensor has N at dim -2 and K at dim -1."""

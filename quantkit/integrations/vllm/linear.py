@@ -164,16 +164,17 @@ class QuantkitHeadMethod(QuantkitLinearMethod):
         **_: Any,
     ) -> None:
         """Keep the rank's tokens of the vocabulary; the rows behind them stand for none."""
-        (self.rows,) = output_partition_sizes
+        (self.padded_features,) = output_partition_sizes
         own = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
         built = layer.org_vocab_size, input_size
+        assert self.stored[0] is not None
         self._take_parts(layer, [head_part(self.names[0], self.stored[0], built, own, params_dtype, _device())])
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Logits [..., rows of the rank] for x [..., K]; 0 for those that stand for no token."""
         own = self.products[0].shape[0]
         y = super().apply(layer, x, None if bias is None else bias[:own])
-        return y if own == self.rows else pad(y, (0, self.rows - own))
+        return y if own == self.padded_features else pad(y, (0, self.padded_features - own))
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
         """Raise CheckpointError: a quantized head is a tensor of its own."""
