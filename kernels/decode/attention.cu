@@ -5,7 +5,6 @@
 
 namespace {
 
-constexpr int kAttentionWarps = QK_ATTENTION_THREADS / kWarpSize;
 constexpr int kTogether = 2;  // rows of a batch from one look at the end to the next, so that their latencies overlap
 constexpr int kSplitStep = QK_SPLIT_STEP;  // entries of a split are a multiple
 constexpr uint32 kMinusInfinityBits = 0xff800000;
@@ -23,9 +22,10 @@ __device__ __forceinline__ float laneMax(float value) {
 // rounded query and to the own key. Grid: a block per head, split of the filled cache (split-KV) and sequence; several splits leave
 // their parts to decodeCombine. kHeadDim / 8 lanes work on one key. Entries of the cache behind `position` do not count.
 // Only q, key and value may still be written when the kernel starts: the rest is read before that, and from memory, since
-// a token's weights push it out of L2. Shared memory: a float for every entry of a split.
-template <int kHeadDim, int kDtype>
-__global__ void __launch_bounds__(kAttentionWarps * kWarpSize)
+// a token's weights push it out of L2. Shared memory: a float for every entry of a split. Small blocks are for
+// many sequences: several share a multiprocessor, and one computes while others wait for memory.
+template <int kHeadDim, int kDtype, int kThreads>
+__global__ void __launch_bounds__(kThreads, QK_ATTENTION_THREADS / kThreads)
 decodeAttention(const uint16* q,                    // [sequences, heads, kHeadDim]; written until the wait: no __restrict__
                 const uint16* key,                  // [sequences, kv heads, kHeadDim] of the tokens
                 const uint16* value,
@@ -41,6 +41,7 @@ decodeAttention(const uint16* q,                    // [sequences, heads, kHeadD
                 int headsPerKv, int capacity,
                 int queryStride, int keyStride, int valueStride, int maskStride,  // from one sequence to the next
                 float queryScale, float scale) {
+    constexpr int kAttentionWarps = kThreads / kWarpSize;
     constexpr int kLanes = kHeadDim / kVectorValues, kKeys = kWarpSize / kLanes, kStride = kKeys * kAttentionWarps;
     constexpr int kBatch = kHeadDim < 128 ? 4 : 8, kPass = kStride * kBatch;  // rows of a lane; more would spill
     extern __shared__ float scores[];
@@ -163,7 +164,7 @@ decodeAttention(const uint16* q,                    // [sequences, heads, kHeadD
     }
     __syncthreads();
     const size_t slot = head * splits + blockIdx.y;
-    for (int column = threadIdx.x; column < kHeadDim; column += kAttentionWarps * kWarpSize) {
+    for (int column = threadIdx.x; column < kHeadDim; column += kThreads) {
         float sum = 0.0f;
 #pragma unroll
         for (int w = 0; w < kAttentionWarps; ++w) sum += parts[w][column];

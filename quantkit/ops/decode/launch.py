@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quantkit.cuda.device import gpu_of
 from quantkit.cuda.launch import DTYPE_CODES, Launch
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.decode.instances import (
-    ATTENTION_THREADS,
     GATED_THREADS,
     NORM_THREADS,
     attention_unit,
@@ -18,7 +18,7 @@ from quantkit.ops.decode.instances import (
     norm_unit,
 )
 from quantkit.ops.decode.layout import VECTOR_VALUES, row_stride
-from quantkit.ops.decode.plan import split_length
+from quantkit.ops.decode.plan import attention_threads, split_length
 
 _FLOAT_BYTES, _VECTOR_BYTES = 4, 16
 
@@ -122,14 +122,15 @@ def attention_launch(
     scales: of the scores and of the query.
     """
     sequences, heads, _, head_dim = q.shape
+    threads = attention_threads(sequences * heads, gpu_of(q.device).processors)
     q, key, value = map(_even_heads, (q, token.key, token.value))
     (keys, values), (cosine, sine), (scale, query_scale) = cache, token.rotary or (None, None), scales
     capacity = keys.shape[2]
     return Launch(
-        attention_unit(head_dim, DTYPE_CODES[q.dtype]),
+        attention_unit(head_dim, DTYPE_CODES[q.dtype], threads),
         q.device,
         grid=(heads, splits.count, sequences),
-        block=ATTENTION_THREADS,
+        block=threads,
         args={
             "q": q,
             "key": key,

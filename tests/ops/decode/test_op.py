@@ -164,16 +164,17 @@ def test_attention_matches_fp64(
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_sequences_of_a_batch_get_what_each_gets_alone(width: int, dtype: torch.dtype) -> None:
-    q, token, (keys, values), mask = token_behind_others(width, dtype, CUDA, sequences=5)
-    mask = mask & (torch.rand(5, 1, 1, 300, device=CUDA) < 0.7)
+@pytest.mark.parametrize("sequences", [5, 200], ids=["few", "many"])
+def test_sequences_of_a_batch_get_what_each_gets_alone(sequences: int, width: int, dtype: torch.dtype) -> None:
+    q, token, (keys, values), mask = token_behind_others(width, dtype, CUDA, sequences=sequences)
+    mask = mask & (torch.rand(sequences, 1, 1, 300, device=CUDA) < 0.7)
     mask[..., 280] = True
     merged = torch.cat([part.flatten(1) for part in (q, token.key, token.value)], 1)  # as a product of q, k and v
     parts = merged.split([part[0].numel() for part in (q, token.key, token.value)], 1)
-    split = [part.view(5, -1, 1, width) for part in parts]
+    split = [part.view(sequences, -1, 1, width) for part in parts]
     torch.cuda.synchronize()
     together = attention(split[0], replace(token, key=split[1], value=split[2]), (keys, values), mask, 0.3)
-    for i in range(5):
+    for i in range(0, sequences, 5):
         own = slice(i, i + 1)
         single = replace(token, key=token.key[own], value=token.value[own])
         alone = attention(q[own], single, (keys[own], values[own]), mask[own], 0.3)
