@@ -1,6 +1,6 @@
 """One setting of scripts/serve_bench.py, measured in a process of its own.
 
-python -m scripts.serve_measure WORK.json
+python scripts/serve_measure.py WORK.json, or python -m scripts.serve_measure WORK.json
 
 The file holds a Work, and is overwritten by what was found.
 """
@@ -19,6 +19,7 @@ import torch
 
 from quantkit.bench.nvml import open_nvml
 from quantkit.errors import BenchError
+from scripts.common import run_script
 
 PROMPT, WARM_UP_TOKENS, CHECKED_TOKENS, PROFILED_TOKENS = 32, 9, 8, 24
 LONGEST_KERNELS = 12
@@ -88,6 +89,8 @@ class Engine:
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        raise BenchError("give the JSON file of one Work; scripts/serve_bench.py writes it")
     path = Path(sys.argv[1])
     path.write_text(json.dumps(measure(Work(**json.loads(path.read_text())))))
 
@@ -175,4 +178,4 @@ def _used_bytes(worker: Any) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
