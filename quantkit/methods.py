@@ -19,6 +19,8 @@ from quantkit.quantizers.flatten import quantizer as flatten
 from quantkit.quantizers.flatten import smoothing
 from quantkit.recipe import Recipe, nearest
 
+_HEAD_METHOD, _HEAD_GROUP = "rtn", 128
+
 
 def _never(settings: Any) -> bool:
     return False
@@ -122,6 +124,20 @@ def plan_layers(recipe: Recipe, layers: list[str]) -> dict[str, LayerPlan]:
     if len(rotating) > 1:
         raise RecipeError(f"recipe {recipe.name}: {' and '.join(rotating)} both rotate; the residual stream turns once")
     return plans
+
+
+def head_plan(bits: int) -> LayerPlan:
+    """The plan of a language-model head in so many bits, whatever the recipe's method.
+
+    Round-to-nearest, as nothing is calibrated behind the last norm. Raises RecipeError for impossible bits.
+    """
+    return LayerPlan(_HEAD_METHOD, METHODS[_HEAD_METHOD].settings(weight_bits=bits, group_size=_HEAD_GROUP))
+
+
+def head_spec(bits: int) -> Any:
+    """What head_plan stores."""
+    plan = head_plan(bits)
+    return METHODS[plan.method].stored_specs(plan.settings, (1, 1))[0]
 
 
 def check_recipe(recipe: Recipe) -> None:

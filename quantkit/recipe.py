@@ -5,7 +5,8 @@ method: bcq                                   # a row of METHODS
 settings: {weight_bits: 4, group_size: 128}   # that method's settings; unset ones take their defaults
 keep: ["lm_head"]                             # modules left in floating point; globs on module names
 attention_bits: 8                             # optional: attention in INT8 too (runtime/int8_attention.py)
-tune: {epochs: 8}                       # optional: tuning by gradient afterwards (tuning/settings.py)
+tune: {epochs: 8}                             # optional: tuning by gradient afterwards (tuning/settings.py)
+head_bits: 6                                  # optional: the language-model head too, in 1 to 8 bits (methods.py)
 layers:                                       # exceptions; the first matching glob wins
   - {match: "*.mlp.down_proj", weight_bits: 5}
 """
@@ -23,8 +24,10 @@ from quantkit.errors import RecipeError
 from quantkit.storage.documents import parse_yaml, read_yaml
 
 SCHEMA = 1
-_KEYS = ("schema", "method", "settings", "keep", "attention_bits", "tune", "layers")
+_OPTIONS = ("attention_bits", "head_bits", "tune")
+_KEYS = ("schema", "method", "settings", "keep", *_OPTIONS, "layers")
 _ATTENTION_BITS = (None, 8)
+_HEAD_BITS = (None, *range(1, 9))
 _TUNE = "tune."  # begins a setting of that section
 
 
@@ -42,6 +45,7 @@ class Recipe:
     """A recipe as written, overrides applied; names are checked against METHODS when it is resolved.
 
     tune: settings of the tuning that follows, or None for none.
+    head_bits: of the language-model head, whatever ``keep`` names; None leaves it in floating point.
     """
 
     name: str
@@ -51,6 +55,7 @@ class Recipe:
     layers: tuple[LayerRule, ...] = ()
     attention_bits: int | None = None
     tune: Mapping[str, Any] | None = None
+    head_bits: int | None = None
 
     def keeps(self, layer: str) -> bool:
         """Whether the layer stays in floating point."""
@@ -71,14 +76,13 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """The recipe as a YAML or JSON document that parse_recipe reads back."""
         rules = [{"match": r.match, **({"method": r.method} if r.method else {}), **r.settings} for r in self.layers]
-        attention = {} if self.attention_bits is None else {"attention_bits": self.attention_bits}
+        options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         return {
             "schema": SCHEMA,
             "method": self.method,
             "settings": dict(self.settings),
             "keep": list(self.keep),
-            **attention,
-            **({} if self.tune is None else {"tune": dict(self.tune)}),
+            **options,
             "layers": rules,
         }
 
@@ -103,7 +107,7 @@ def load_recipe(name_or_file: str, settings: Iterable[str] = ()) -> Recipe:
 
 
 def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """The document with ``key=value``: method, keep, attention_bits and tune are keys of its own, all others settings.
+    """The document with ``key=value``: keys of a recipe stay its own, all others are settings.
 
     ``tune.key=value`` is a setting of the section tune.
     """
@@ -120,7 +124,7 @@ def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str
             tune = merged.get("tune")
             merged["tune"] = {**(tune if isinstance(tune, dict) else {}), key.removeprefix(_TUNE): value}
             continue
-        target = merged if key in ("method", "keep", "attention_bits", "tune") else merged["settings"]
+        target = merged if key in ("method", "keep", *_OPTIONS) else merged["settings"]
         target[key] = value
     return merged
 
@@ -151,6 +155,9 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
     tune = document.get("tune")
     if not isinstance(tune, dict | None):
         raise RecipeError(f"recipe {where}: tune is {tune!r}; it is a mapping, or left out for none")
+    head_bits = document.get("head_bits")
+    if head_bits not in _HEAD_BITS or isinstance(head_bits, bool | float):
+        raise RecipeError(f"recipe {where}: head_bits is {head_bits!r}; choose 1 to 8, or leave it out for none")
     return Recipe(
         name=name,
         method=document["method"],
@@ -159,6 +166,7 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
         layers=tuple(_parse_rule(rule, where) for rule in rules),
         attention_bits=attention_bits,
         tune=tune,
+        head_bits=head_bits,
     )
 
 

@@ -32,15 +32,16 @@ def module_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
 
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     prefix = getattr(model, "base_model_prefix", "")
-    names = {}
-    for name in stored:
-        renamed = f"{name}{_FIELD}"
-        for entry in renamings:
-            renamed, _ = entry.rename_source_key(renamed)
-        names[name] = renamed.removesuffix(_FIELD)
+    names = {name: _renamed(f"{name}{_FIELD}", renamings).removesuffix(_FIELD) for name in stored}
     if prefix and hasattr(model, prefix):
         return names
     return {name: own.removeprefix(f"{prefix}.") for name, own in names.items()}
+
+
+def _renamed(name: str, renamings: Iterable[Any]) -> str:
+    for renaming in renamings:
+        name, _ = renaming.rename_source_key(name)
+    return name
 
 
 def with_stored_names(config: CheckpointConfig, names: Mapping[str, str]) -> CheckpointConfig:

@@ -139,20 +139,24 @@ def _print_experts(results: list[ExpertsResult]) -> None:
 @app.command()
 def decode(
     model: Annotated[str, typer.Argument(help="A shape's name (opt-30b, llama-2-7b, ...) or a folder.")],
-    method: Annotated[str | None, typer.Option(help="With a shape: bcq-w4-g128, nuqmm-q2-g128, ...")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="With a shape: bcq-w4-g128, nuqmm-q2-g128, bcq-w4-g128-head6, ...")
+    ] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
     new: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
+    batches: Annotated[str, typer.Option("--batch", help="Sequences at once, separated by commas.")] = "1",
     device: DeviceOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """Time per generated token with a static KV cache; on a GPU each token is one CUDA graph."""
+    """Time per step of generation with a static KV cache; on a GPU each step is one CUDA graph."""
     check_json_path(json_path)
     from quantkit.bench.decode import DecodeBench, run_decode
     from quantkit.bench.report import environment, to_json
 
     where = _device(device)
     facts = environment(where)
-    results = list(run_decode(DecodeBench(model, method, prompt, new, where)))
+    bench = DecodeBench(model, method, prompt, new, where, _integers("--batch", batches))
+    results = list(run_decode(bench))
     print_facts(facts)
     _print_decode(results)
     if method is not None and all(result.method == method for result in results):
@@ -161,16 +165,28 @@ def decode(
 
 
 def _print_decode(results: list[DecodeResult]) -> None:
-    columns = ("model", "first ms", "ms/token", "p99", "tokens/s", "peak GB", "weights GB", "GB/s", "% peak", "x float")
-    base = next((r.median_ms for r in results if r.method == "float"), None)
+    columns = (
+        "model",
+        "batch",
+        "first ms",
+        "ms/step",
+        "p99",
+        "tokens/s",
+        "peak GB",
+        "weights GB",
+        "GB/s",
+        "% peak",
+        "x float",
+    )
+    floats = {r.batch: r.median_ms for r in results if r.method == "float"}
     rows = []
     for r in results:
         peak = "-" if r.peak_percent is None else f"{r.peak_percent:.0f}"
         values = (r.first_token_ms, r.median_ms, r.p99_ms, r.tokens_per_second)
         sizes = (r.peak_memory_bytes / 1e9, r.weight_bytes / 1e9, r.weight_gigabytes_per_second)
-        faster = "-" if base is None else f"{base / r.median_ms:.2f}"
+        faster = f"{floats[r.batch] / r.median_ms:.2f}" if r.batch in floats else "-"
         numbers = [f"{value:.2f}" for value in (*values, *sizes)]
-        rows.append([f"{r.model} {r.method}", *numbers, peak, faster])
+        rows.append([f"{r.model} {r.method}", str(r.batch), *numbers, peak, faster])
     first = results[0]
     print_table(f"{first.prompt} tokens of prompt, {first.new} generated", columns, rows)
 

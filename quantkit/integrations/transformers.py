@@ -57,6 +57,8 @@ class QuantkitQuantizer(HfQuantizer):
 
     requires_calibration = True  # refuses quantization_config= on a floating-point checkpoint
     verification: Verification | None = None
+    skeleton: tuple[nn.Module, ...] = ()
+    """The modules of the model that is being loaded."""
 
     @property
     def is_trainable(self) -> bool:
@@ -79,6 +81,7 @@ class QuantkitQuantizer(HfQuantizer):
         check_tensors(config, files)
         self.verification = start_verifying(files, document) if verifies() else None
         install_skeleton(model, config)
+        self.skeleton = tuple(model.modules())
         check_unquantized(model, config, files)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
@@ -86,6 +89,7 @@ class QuantkitQuantizer(HfQuantizer):
 
         Tensors were checked before loading, but for their digests.
         """
+        self.skeleton = ()
         if self.verification is not None:
             self.verification.finish()
         for module in model.modules():
@@ -101,11 +105,15 @@ class QuantkitQuantizer(HfQuantizer):
 
             install(model, attention)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        """The model's own, but for those that would fuse the experts that install_skeleton has separated."""
-        separate = any(isinstance(module, SeparateExperts) for module in model.modules())
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> list[Any]:
+        """The model's own, but for those that would fuse the experts that install_skeleton has separated.
+
+        model: not given by transformers 5.17.
+        """
+        modules = model[0].modules() if model else self.skeleton
+        separate = any(isinstance(module, SeparateExperts) for module in modules)
         kept = [entry for entry in weight_conversions if not (separate and merges_experts(entry))]
-        return list(super().update_weight_conversions(kept, model))
+        return list(super().update_weight_conversions(kept, *model))
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
         """No entry beyond the model's own: every stored tensor has N at dim -2 and K at dim -1."""
@@ -125,7 +133,10 @@ def install_skeleton(model: nn.Module, config: CheckpointConfig) -> None:
     fused = [f"{name}." for name, module in model.named_modules() if is_fused(module)]
     if any(own.startswith(tuple(fused)) for own in names.values()):
         separate_experts(model)
-    install_layers(model, {names[name]: layer for name, layer in config.layers.items()})
+    prefix = getattr(model, "base_model_prefix", "")
+    headless = bool(prefix) and not hasattr(model, prefix)  # AutoModel: no head, quantized or not
+    layers = {name: layer for name, layer in config.layers.items() if not headless or name.startswith(f"{prefix}.")}
+    install_layers(model, {names[name]: layer for name, layer in layers.items()})
 
 
 def install_layers(model: nn.Module, layers: Mapping[str, StoredLayer]) -> None:

@@ -19,9 +19,11 @@ from quantkit.errors import OutputError
 from quantkit.formats.base import Shape
 from quantkit.formats.table import stored_bytes
 from quantkit.integrations.transformers import install_layers
+from quantkit.jobs.quantize_blocks import HEAD_ROWS
 from quantkit.methods import METHODS, LayerPlan
-from quantkit.models.families import block_linears, linear_shape
+from quantkit.models.families import linear_shape
 from quantkit.models.stream import ModelStream
+from quantkit.models.structure import untie_head
 from quantkit.tuning.settings import TuneSettings
 from quantkit.tuning.whole_model import tuning_bytes
 
@@ -89,7 +91,7 @@ def estimate(
 ) -> Estimate:
     """Of a model whose layers are planned. dtype: of what stays floating point. hidden_bytes: of one stored value of a
     hidden state, 0 where no text runs through the blocks. tuning: what follows with the whole model in memory."""
-    shapes = {name: linear_shape(module) for name, module in block_linears(stream.model).items() if name in plans}
+    shapes = {name: linear_shape(stream.model.get_submodule(name)) for name in plans}
     specs = {name: METHODS[plan.method].stored_specs(plan.settings, shapes[name]) for name, plan in plans.items()}
     names = stored_names(stream.model, shapes)
     layers = tuple(
@@ -123,6 +125,8 @@ def _file_bytes(stream: ModelStream, specs: Mapping[str, Any], shapes: Mapping[s
     """Bytes of all weight files of a checkpoint whose layers are stored so."""
     model: nn.Module = copy.deepcopy(stream.model).to("meta")
     config = CheckpointConfig({name: StoredLayer(spec, shapes[name]) for name, spec in specs.items()}, (), {})
+    if any(stream.owner(name) is None for name in specs):  # the head
+        untie_head(model)
     install_layers(model, config.layers)
     return weight_bytes(model.to(dtype), weights_metadata(config_to_json(config)))
 
@@ -133,7 +137,10 @@ def _memory(stream: ModelStream, plans: Mapping[str, LayerPlan], shapes: Mapping
     for name, parameter in stream.model.named_parameters():
         parts[stream.owner(name)] = parts.get(stream.owner(name), 0) + parameter.numel() * _FP32
     outside = parts.pop(None, 0)
-    solving = max(rows * columns for rows, columns in shapes.values()) * _FP32 * _SOLVER_COPIES
+    sizes = {name: rows * columns for name, (rows, columns) in shapes.items() if stream.owner(name) is not None}
+    solving = max(sizes.values()) * _FP32 * _SOLVER_COPIES
+    heads = [HEAD_ROWS * columns for name, (_, columns) in shapes.items() if name not in sizes]
+    outside += sum(heads) * _FP32 * _SOLVER_COPIES
     widths: dict[str | None, set[tuple[str, int]]] = {}
     for name, plan in plans.items():
         if METHODS[plan.method].needs_hessian(plan.settings):

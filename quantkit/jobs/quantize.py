@@ -19,16 +19,17 @@ from quantkit.calibration.artifact import Calibration, check_model, load_calibra
 from quantkit.checkpoint.config import CheckpointConfig, bits_per_weight, config_to_json
 from quantkit.checkpoint.names import stored_names, with_stored_names
 from quantkit.checkpoint.write import folder_bytes, foreign, save_checkpoint, save_surroundings
-from quantkit.errors import CalibrationError, ModelError, OutputError, StatsError, refusing
+from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeError, StatsError, refusing
 from quantkit.integrations.transformers import attach_config, check_readable
 from quantkit.jobs.estimate import Estimate, estimate
 from quantkit.jobs.quantize_blocks import BlockWork, quantize_blocks
 from quantkit.jobs.tune import planned_tuning, tuned_piece
-from quantkit.methods import METHODS, LayerPlan, check_recipe, plan_layers
+from quantkit.methods import METHODS, LayerPlan, check_recipe, head_plan, plan_layers
 from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.loading import first_device, is_quantized, open_stream, stored_dtype, stream_fingerprint
 from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import activations_dtype
+from quantkit.models.structure import output_head
 from quantkit.models.unquantized import Unquantized, check_unquantized_weights, unquantized
 from quantkit.ranks import ALONE, Ranks
 from quantkit.recipe import Recipe
@@ -161,6 +162,7 @@ def open_job(model: str, recipe: Recipe, calibration: Path | None, options: Quan
     _check_calibration(plans, artifact, recipe)
     tuning = planned_tuning(recipe, plans, {name: linear_shape(linears[name]) for name in plans}, artifact)
     _check_attention(recipe, artifact, stream.model)
+    plans |= _head_plans(recipe, stream.model)
     left = unquantized(stream.model, plans, recipe.keeps)
     check_unquantized_weights(left, recipe.name)
     return Job(model, recipe, stream, tokenizer, plans, artifact, stored_dtype(model), tuple(left), tuning)
@@ -259,6 +261,18 @@ def _check_calibration(plans: Mapping[str, LayerPlan], artifact: Calibration | N
                 f"recipe {recipe.name}: method {plan.method} needs a calibration artifact for {name}; "
                 "make one with 'quantkit calibrate' and pass it as `calibration`"
             )
+
+
+def _head_plans(recipe: Recipe, model: nn.Module) -> dict[str, LayerPlan]:
+    """The plan of the head by its name, where the recipe quantizes it."""
+    if recipe.head_bits is None:
+        return {}
+    head = output_head(model)
+    if head is None:
+        raise RecipeError(
+            f"recipe {recipe.name}: head_bits: {type(model).__name__} has no Linear that makes its logits"
+        )
+    return {head[0]: head_plan(recipe.head_bits)}
 
 
 def _check_attention(recipe: Recipe, artifact: Calibration | None, model: nn.Module) -> None:

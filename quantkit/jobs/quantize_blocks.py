@@ -16,6 +16,7 @@ from quantkit.checkpoint.config import AttentionScales, StoredLayer
 from quantkit.checkpoint.write import stored_tensors
 from quantkit.errors import ModelError
 from quantkit.formats.base import PackedWeight
+from quantkit.formats.shard import join
 from quantkit.formats.table import spec_from_json, spec_to_json
 from quantkit.integrations.transformers import install_layers
 from quantkit.jobs.solve_layers import quantize_layers
@@ -25,6 +26,7 @@ from quantkit.models.families import linear_bias, linear_shape, linear_weight
 from quantkit.models.hessians import Features, block_hessians
 from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import BlockInputs, fast_products, run_block, state_room, stored_inputs
+from quantkit.models.structure import untie_head
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.progress import track
 from quantkit.quantizers.base import LayerInput
@@ -34,6 +36,7 @@ from quantkit.stats import LayerStats
 from quantkit.storage.resume import Commits, Workspace
 
 ATTENTION_WINDOWS = 8  # enough for the largest magnitudes
+HEAD_ROWS = 4096  # of the head, quantized at once: its quantizer holds several copies in fp32
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,9 @@ def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
         for number in range(work.finished):
             earlier = Done()
             earlier.add(work.document(number))
-            install_layers(stream.model, earlier.stored)
+            install_layers(
+                stream.model, {name: one for name, one in earlier.stored.items() if not _is_packed(stream, name)}
+            )
             done.add(earlier.to_json())
         for index in track(range(work.finished - 1, last + 1), "quantizing blocks"):
             part, following = Done(), None
@@ -125,7 +130,8 @@ def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
 def _quantize_outside(job: BlockWork, work: Workspace, commits: Commits) -> BlockInputs | None:
     """The piece before the blocks: what is outside them, edited by the methods. Returns what flows into the next block.
 
-    The methods' edit may change the model's structure (untie its head), so a run that goes on makes it again.
+    The methods' edit may change the model's structure (untie its head), so a run that goes on makes it again. A head
+    that is quantized has a tensor of its own; where it was tied, the embedding keeps the weight.
     """
     stream, inputs, part = job.stream, None, Done()
     with stream.outside():
@@ -133,14 +139,47 @@ def _quantize_outside(job: BlockWork, work: Workspace, commits: Commits) -> Bloc
         if job.artifact is not None and job.streams and work.finished <= len(stream.blocks):
             with fast_products(stream.device):
                 inputs = stored_inputs(stream, job.artifact.windows, work, job.activations, first=1, ranks=job.ranks)
+        head = next((name for name in job.plans if stream.owner(name) is None), None)
+        if head is not None:
+            untie_head(stream.model)
         if not work.finished:
-            tensors = {
-                name: tensor.to("cpu", job.dtype if tensor.is_floating_point() else tensor.dtype)
-                for name, tensor in _stored_part(stream, None).items()
-            }
+            packed = {} if head is None else _quantize_head(job, head, part)
+            tensors = {name: _stored(tensor, job.dtype, packed) for name, tensor in _stored_part(stream, None).items()}
             commits.commit(tensors, part.to_json(), None if inputs is None else inputs.hidden)
             commits.wait()
     return inputs
+
+
+def _quantize_head(job: BlockWork, name: str, part: Done) -> dict[int, Tensor]:
+    """Quantize and replace the head, some rows at a time; returns its stored tensors by address."""
+    model, plan = job.stream.model, job.plans[name]
+    module: Any = model.get_submodule(name)
+    weight, method, joined, errors = linear_weight(module).detach(), METHODS[plan.method], [], 0.0
+    for rows in track(weight.split(HEAD_ROWS), "quantizing the head"):
+        layer = LayerInput(name, rows.float().contiguous())
+        packed = method.quantize(layer, plan.settings)
+        joined.append(packed.tensors)
+        errors += packed.report["weight_error"] * float(layer.weight.square().sum(dtype=torch.float64))
+    tensors = join(packed.spec, joined, weight.shape[1])
+    assert tensors is not None
+    norm = sum(float(rows.float().square().sum(dtype=torch.float64)) for rows in weight.split(HEAD_ROWS))
+    report = {"weight_error": errors / norm if norm else 0.0}
+    whole = PackedWeight(packed.spec, (weight.shape[0], weight.shape[1]), tensors, report)
+    quantized = QuantizedLinear.from_packed(whole, linear_bias(module), module.weight.dtype)
+    model.set_submodule(name, quantized)
+    part.layers[name] = {"method": plan.method, **report}
+    part.stored[name] = StoredLayer(quantized.spec, quantized.shape)
+    return {tensor.data_ptr(): tensor for tensor in quantized.held.values()}
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype, packed: Mapping[int, Tensor]) -> Tensor:
+    """What is written of a tensor outside the blocks: the format's own as they are, other floats in ``dtype``."""
+    own = tensor.data_ptr() in packed or not tensor.is_floating_point()
+    return tensor.to("cpu", tensor.dtype if own else dtype)
+
+
+def _is_packed(stream: ModelStream, name: str) -> bool:
+    return isinstance(stream.model.get_submodule(name), QuantizedLinear)
 
 
 def _stored_part(stream: ModelStream, prefix: str | None) -> dict[str, Tensor]:

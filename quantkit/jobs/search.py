@@ -105,6 +105,8 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
         raise RecipeError("`settings` tune: no matter of the search; set it when the plan is applied")
     if recipe.settings.get("rotate"):
         raise RecipeError("`settings` rotate: the search quantizes layers as they are; set it when the plan is applied")
+    if recipe.head_bits is not None:
+        raise RecipeError("`settings` head_bits: no matter of the search; set it when the plan is applied")
     chosen = sorted({"weight_bits", "group_size"} & recipe.settings.keys())
     if chosen:
         raise RecipeError(f"`settings` {chosen[0]}: is what the search chooses; give widths and groups to choose from")

@@ -29,6 +29,20 @@ def language_model(model: nn.Module) -> tuple[str, nn.Module]:
     return ("", model) if name is None else (name, decoder)
 
 
+def output_head(model: nn.Module) -> tuple[str, nn.Linear] | None:
+    """(name, module) of the Linear that makes the logits; None where the model has none."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    found = next((name for name, module in model.named_modules() if module is head), None)
+    return None if found is None or head is None or not is_linear(head) else (found, head)
+
+
+def untie_head(model: Any) -> None:
+    """Let the head and the embedding be two weights from now on, also in the config; nothing is copied."""
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}  # what save_pretrained leaves out
+
+
 def model_body(model: nn.Module) -> nn.Module:
     """The model without its language-model head: enough where only the blocks matter."""
     body = getattr(model, "base_model", model)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from quantkit.errors import RecipeError
 from quantkit.models.families import decoder_blocks, family_of, linear_weight, norm_kind
 from quantkit.models.family import ResidualBlock
-from quantkit.models.structure import submodule
+from quantkit.models.structure import submodule, untie_head
 from quantkit.quantizers.base import Transformed
 from quantkit.stats import LayerStats, magnitude_histogram
 
@@ -115,8 +115,7 @@ def _untied_head(model: nn.Module) -> nn.Module:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if head.weight is embedding.weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        model.config.tie_word_embeddings = False  # type: ignore[union-attr]
-        model.all_tied_weights_keys = {}  # type: ignore[assignment]  # what save_pretrained leaves out
+        untie_head(model)
     return head
 
 

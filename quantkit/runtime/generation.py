@@ -101,7 +101,7 @@ def start(
     """Read prompts, ids [B, count], into a cache for ``capacity`` tokens or some more and choose their next tokens.
 
     The prompts are read by the model's own code. fast: whether single tokens run through ``token_model``, whose kernels
-    are a GPU's and for one prompt; by default there. padding: [B] how many of each prompt's first ids stand for none.
+    are a GPU's; by default there. padding: [B] how many of each prompt's first ids stand for none.
     draw: what chooses a token; by default the most probable one is taken.
     Raises GenerationError for a prompt of no tokens, or where prompt and answer do not fit the model's positions or its
     sliding window.
@@ -121,7 +121,7 @@ def start(
         position=torch.zeros(1, dtype=torch.long, device=device),
         tokens=torch.zeros(len(ids), capacity, dtype=torch.long, device=device),
         alibi=uses_alibi(model),
-        fast=device.type == "cuda" and len(ids) == 1 if fast is None else fast,
+        fast=device.type == "cuda" if fast is None else fast,
         padding=padding,
         draw=draw,
     )

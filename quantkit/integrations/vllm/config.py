@@ -13,12 +13,13 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from quantkit.checkpoint.config import QUANT_METHOD, StoredLayer, config_from_json
 from quantkit.checkpoint.read import check_tensors, read_document, read_headers, start_verifying, weight_files
 from quantkit.cuda.architectures import ARCHITECTURES
 from quantkit.errors import CheckpointError
-from quantkit.integrations.vllm.linear import QuantkitLinearMethod
+from quantkit.integrations.vllm.linear import QuantkitHeadMethod, QuantkitLinearMethod
 from quantkit.storage.tensors import verifies
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
@@ -82,6 +83,9 @@ class QuantkitConfig(QuantizationConfig):
 
         Raises CheckpointError for a quantized layer of a kind that has no method here.
         """
+        if isinstance(layer, ParallelLMHead) and prefix in self.layers:
+            self.placed.add(prefix)
+            return QuantkitHeadMethod(self, [prefix], [self.layers[prefix]])
         if not isinstance(layer, LinearBase):
             if any(name == prefix or name.startswith(f"{prefix}.") for name in self.layers):
                 raise CheckpointError(
