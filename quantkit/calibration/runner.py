@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from quantkit import __version__
 from quantkit.calibration.artifact import STATS_FIELDS, Calibration, CalibrationMeta, TextSource
 from quantkit.calibration.collectors import Collector, RoutedCollector, sample_positions
+from quantkit.calibration.prefix import find_prefix
 from quantkit.data.corpora import Corpus
 from quantkit.data.windows import check_seq_len, check_vocabulary, shuffled_windows, tokenize
 from quantkit.errors import ModelError, StatsError
@@ -51,12 +52,14 @@ def calibrate(
     seq_len: int,
     seed: int,
     activations: torch.dtype = torch.float32,
+    prefix: bool = False,
     keep: Keep = passing_workspace,
 ) -> Calibration:
     """Statistics of every Linear of the decoder blocks over seeded windows of the corpus.
 
     Experts are calibrated by the tokens routed to them.
-    name: what the artifact calls the model. activations: what hidden states are stored in between blocks.
+    name: what the artifact calls the model. prefix: look for tokens that take massive channels, collect behind them.
+    activations: what hidden states are stored in between blocks.
     Raises ModelError (also for a quantized model) and DataError before the pass; StatsError, naming the layer, for
     NaN or Inf in an activation.
     """
@@ -68,27 +71,39 @@ def calibrate(
     ids = tokenize(tokenizer, corpus.text, name=corpus.name)
     check_vocabulary(ids, model, name=corpus.name)
     chosen = shuffled_windows(ids, seq_len, windows, seed=seed, name=corpus.name)
+    ahead = find_prefix(stream, tokenizer, chosen) if prefix else ()
+    vocabulary = vocabulary_windows(tokenizer, model, seq_len, windows, seed=seed)
     text = TextSource(name=corpus.name, sha256=corpus.sha256, seed=seed, windows=windows)
     found = stream_fingerprint(stream)
     identity = {
         "version": __version__,
         "model": found,
-        "text": {**asdict(text), "tokens": sha256(chosen.to(torch.int32).numpy().tobytes()).hexdigest()},
+        "text": {**asdict(text), "tokens": _digest(chosen)},
+        "vocabulary": _digest(vocabulary),
+        "prefix": list(ahead),
         "activations": str(activations),
         "device": stream.device.type,
     }
     with keep(identity) as work:
-        layers = collect(stream, chosen, seed=seed, activations=activations, work=work)
-    meta = CalibrationMeta(model=name, fingerprint=found, texts=(text,), seq_len=seq_len, quantkit=__version__)
+        layers = collect(stream, chosen, vocabulary, ahead=ahead, seed=seed, activations=activations, work=work)
+    meta = CalibrationMeta(name, found, (text,), seq_len, __version__, ahead)
     return Calibration(layers, chosen.to(torch.int32), meta)
 
 
 @torch.no_grad()
 def collect(
-    stream: ModelStream, windows: Tensor, *, seed: int, activations: torch.dtype, work: Workspace
+    stream: ModelStream,
+    windows: Tensor,
+    vocabulary: Tensor,
+    *,
+    ahead: tuple[int, ...] = (),
+    seed: int,
+    activations: torch.dtype,
+    work: Workspace,
 ) -> dict[str, LayerStats]:
     """LayerStats of each Linear over windows [n, seq_len]; Linears fed by one tensor share one object.
 
+    vocabulary: windows [m, seq_len] for ``vocabulary_absmax`` alone. ahead: tokens before every window, not counted.
     seed: of the sample of rows. work: each block is a piece of it.
     Raises StatsError for NaN, Inf, or a Linear that is not run on every token, other than an expert's.
     """
@@ -100,20 +115,33 @@ def collect(
             return RoutedCollector(name, columns, seed, stream.device)
         return Collector(name, columns, positions, stream.device)
 
-    inputs = stored_inputs(stream, windows, work, activations, first=0) if work.finished <= last else None
+    every = torch.cat([windows, vocabulary])
+    every = torch.cat([torch.tensor(ahead, dtype=every.dtype).expand(len(every), -1), every], dim=1)
+    inputs = stored_inputs(stream, every, work, activations, first=0) if work.finished <= last else None
     for index in track(range(work.finished, last + 1), "calibrate"):
         assert inputs is not None
         prefix, _ = stream.blocks[index]
         own = {name: module for name, module in linears.items() if stream.owner(name) == prefix}
         following = None if index == last else work.state(index + 1, tuple(inputs.hidden.shape), activations)
         with stream.block(index) as block:
-            stats, aliases = _collect_block(block, own, inputs, index, following, new)
+            stats, aliases = _collect_block(block, own, inputs, index, following, new, _Rows(len(windows), len(ahead)))
         tensors = {f"{name}:{field}": getattr(one, field) for name, one in stats.items() for field in STATS_FIELDS}
         tokens = {name: one.tokens for name, one in stats.items()}
         work.commit(tensors, {"aliases": aliases, "tokens": tokens}, following)
         if following is not None:
             inputs = inputs.with_hidden(following)
     return _read_back(work, list(linears))
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """windows: how many of those that run are text; the others are of the vocabulary. ahead: tokens before each.
+
+    Where tokens stand ahead, no Linear is an expert's, so each sees a window's tokens in order.
+    """
+
+    windows: int
+    ahead: int
 
 
 def _collect_block(
@@ -123,6 +151,7 @@ def _collect_block(
     index: int,
     following: Tensor | None,
     new: Callable[[str, int], Collector],
+    rows: _Rows,
 ) -> tuple[dict[str, LayerStats], dict[str, str]]:
     """(statistics by the first Linear of each input, that Linear for each) of one block; its outputs in following.
 
@@ -130,25 +159,54 @@ def _collect_block(
     """
     collectors: dict[str, Collector] = {}
 
-    def update(name: str, x: Tensor) -> None:
+    def collector(name: str, x: Tensor) -> Collector:
         if name not in collectors:
             collectors[name] = new(name, x.shape[1])
-        collectors[name].update(x)
+        return collectors[name]
 
-    with InputTap(linears, update) as tap:
-        if following is None:
-            for _ in run_block(block, inputs, index):
-                pass
-        else:
-            advance(block, inputs, index, following)
-    aliases = dict(tap.aliases)
+    def update(name: str, x: Tensor) -> None:
+        collector(name, x).update(x[rows.ahead :])
+
+    def reach(name: str, x: Tensor) -> None:
+        collector(name, x).reach(x[rows.ahead :])
+
+    aliases: dict[str, str] = {}
+    for consume, part in ((update, slice(rows.windows)), (reach, slice(rows.windows, None))):
+        with InputTap(linears, consume) as tap:
+            _run(block, inputs.with_hidden(inputs.hidden[part]), index, None if following is None else following[part])
+        aliases = tap.aliases | aliases
     for name, module in linears.items():
         if name not in aliases:
             aliases[name], collectors[name] = name, new(name, linear_shape(module)[1])
             if not isinstance(collectors[name], RoutedCollector):
                 raise StatsError(f"{name}: the model never runs it, so there is nothing to calibrate on")
-    tokens = inputs.hidden.shape[0] * inputs.hidden.shape[1]
+    tokens = rows.windows * (inputs.hidden.shape[1] - rows.ahead)
     return {name: collector.result(tokens) for name, collector in collectors.items()}, aliases
+
+
+def _run(block: nn.Module, inputs: BlockInputs, index: int, following: Tensor | None) -> None:
+    """Run a block over all windows; its outputs in following, if there is one."""
+    if following is None:
+        for _ in run_block(block, inputs, index):
+            pass
+    else:
+        advance(block, inputs, index, following)
+
+
+def vocabulary_windows(tokenizer: Any, model: Any, seq_len: int, most: int, *, seed: int) -> Tensor:
+    """Up to ``most`` windows [m, seq_len] of the vocabulary's tokens in random order: all of them once, if they fit.
+
+    A text unlike the calibration's brings other tokens, and some of them reach much further than all of the
+    calibration. Where windows are left over, the last one is filled from the start.
+    """
+    tokens = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
+    order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+    count = min(-(-tokens // seq_len), most)
+    return order.repeat(-(-count * seq_len // tokens))[: count * seq_len].view(count, seq_len)
+
+
+def _digest(windows: Tensor) -> str:
+    return sha256(windows.to(torch.int32).numpy().tobytes()).hexdigest()
 
 
 def _read_back(work: Workspace, names: list[str]) -> dict[str, LayerStats]:

@@ -64,16 +64,16 @@ class _Captured(Exception):
 
 @torch.no_grad()
 def capture_inputs(
-    stream: ModelStream, windows: Tensor, *, room: Room = in_memory, dtype: torch.dtype | None = None
+    stream: ModelStream, windows: Tensor, *, room: Room = in_memory, dtype: torch.dtype | None = None, start: int = 0
 ) -> BlockInputs:
     """Inputs of the first decoder block for every window, and how each block is called.
 
     windows: [n, seq_len] token ids. room: where the hidden states go. dtype: what they are stored in; by default what
-    the model computes in.
+    the model computes in. start: the position of a window's first token; only rotary positions take one below 0.
     Raises ModelError where the blocks are no plain chain (each fed by the one before), or for an unknown structure.
     """
     with stream.outside():
-        calls, width, computed = _recorded_calls(stream, windows)
+        calls, width, computed = _recorded_calls(stream, windows, start)
         hidden = room((*windows.shape, *width), dtype or computed)
         numbers = iter(range(len(windows)))
 
@@ -187,14 +187,14 @@ Recorded = tuple[tuple[BlockCall, ...], tuple[int, ...], torch.dtype]
 """How each block is called, the shape of a hidden state behind [n, seq_len], and what the blocks compute in."""
 
 
-def _recorded_calls(stream: ModelStream, windows: Tensor) -> Recorded:
+def _recorded_calls(stream: ModelStream, windows: Tensor, start: int = 0) -> Recorded:
     """_record_calls, once it is known that what the blocks are called with does not depend on the text.
 
     Raises ModelError where it does: the calls of one window would be wrong for another.
     """
     ends = [windows[end][None].to(stream.device, torch.long) for end in ((0, -1) if len(windows) > 1 else (0,))]
     with stream.block(0):
-        found = [_record_calls(stream, window) for window in ends]
+        found = [_record_calls(stream, window, start) for window in ends]
     for index, (first, other) in enumerate(zip(found[0][0], found[-1][0], strict=True)):
         if not _same(first.arguments, other.arguments) or not _same(first.keywords, other.keywords):
             raise ModelError(
@@ -215,7 +215,7 @@ def _same(first: Any, other: Any) -> bool:
     return True
 
 
-def _record_calls(stream: ModelStream, window: Tensor) -> Recorded:
+def _record_calls(stream: ModelStream, window: Tensor, start: int) -> Recorded:
     """Arguments of every block in one pass; they differ where layers attend differently (sliding, local rope).
 
     Only the first block computes: what the model hands to a block depends on the tokens' places alone. The others give
@@ -251,10 +251,17 @@ def _record_calls(stream: ModelStream, window: Tensor) -> Recorded:
         for number, block in enumerate(blocks):
             stack.callback(block.__dict__.pop, "forward")
             block.forward = pass_on if number else compute
-        model_body(stream.model)(window, use_cache=False)
+        model_body(stream.model)(window, use_cache=False, **_positions(window, start))
     if len(calls) != len(blocks):
         raise ModelError(f"{name}: a pass runs {len(calls)} of its {len(blocks)} blocks")
     return tuple(calls), tuple(shape[0][2:]), _first(outputs[0]).dtype
+
+
+def _positions(window: Tensor, start: int) -> dict[str, Tensor]:
+    """What a model is told of the positions of a window that does not begin at 0."""
+    if not start:
+        return {}
+    return {"position_ids": torch.arange(start, start + window.shape[1], device=window.device)[None]}
 
 
 def _first(output: Any) -> Any:
