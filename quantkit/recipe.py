@@ -5,6 +5,7 @@ method: bcq                                   # a row of METHODS
 settings: {weight_bits: 4, group_size: 128}   # that method's settings; unset ones take their defaults
 keep: ["lm_head"]                             # modules left in floating point; globs on module names
 attention_bits: 8                             # optional: attention in INT8 too (runtime/int8_attention.py)
+prefix: auto                                  # optional: store the calibration's prefix (runtime/prefix.py)
 layers:                                       # exceptions; the first matching glob wins
   - {match: "*.mlp.down_proj", weight_bits: 5}
 """
@@ -22,8 +23,9 @@ from quantkit.errors import RecipeError
 from quantkit.storage.documents import parse_yaml, read_yaml
 
 SCHEMA = 1
-_KEYS = ("schema", "method", "settings", "keep", "attention_bits", "layers")
+_KEYS = ("schema", "method", "settings", "keep", "attention_bits", "prefix", "layers")
 _ATTENTION_BITS = (None, 8)
+_PREFIXES = (None, "auto")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Recipe:
     keep: tuple[str, ...] = ("lm_head",)
     layers: tuple[LayerRule, ...] = ()
     attention_bits: int | None = None
+    prefix: str | None = None
 
     def keeps(self, layer: str) -> bool:
         """Whether the layer stays in floating point."""
@@ -72,6 +75,7 @@ class Recipe:
             "settings": dict(self.settings),
             "keep": list(self.keep),
             **attention,
+            **({} if self.prefix is None else {"prefix": self.prefix}),
             "layers": rules,
         }
 
@@ -96,7 +100,7 @@ def load_recipe(name_or_file: str, settings: Iterable[str] = ()) -> Recipe:
 
 
 def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """The document with ``key=value``: method, keep and attention_bits are keys of its own, all others settings."""
+    """The document with ``key=value``: what is no setting (method, keep, ...) is a key of its own."""
     own = document.get("settings") or {}
     if not isinstance(own, dict):
         return document  # which parse_recipe refuses
@@ -106,7 +110,7 @@ def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str
         if not separator or not key:
             raise RecipeError(f"`settings` {given}: expected key=value, for example group_size=64")
         value = parse_yaml(text, f"`settings` {given}", RecipeError)
-        target = merged if key in ("method", "keep", "attention_bits") else merged["settings"]
+        target = merged if key in ("method", "keep", "attention_bits", "prefix") else merged["settings"]
         target[key] = value
     return merged
 
@@ -134,6 +138,13 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
     attention_bits = document.get("attention_bits")
     if attention_bits not in _ATTENTION_BITS or isinstance(attention_bits, float):
         raise RecipeError(f"recipe {where}: attention_bits is {attention_bits!r}; choose 8, or leave it out for none")
+    prefix = document.get("prefix")
+    if prefix not in _PREFIXES:
+        raise RecipeError(f"recipe {where}: prefix is {prefix!r}; choose auto, or leave it out for none")
+    if prefix is not None and attention_bits is not None:
+        raise RecipeError(
+            f"recipe {where}: prefix and attention_bits exclude each other: INT8 attention takes no prefix"
+        )
     return Recipe(
         name=name,
         method=document["method"],
@@ -141,6 +152,7 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
         keep=tuple(keep),
         layers=tuple(_parse_rule(rule, where) for rule in rules),
         attention_bits=attention_bits,
+        prefix=prefix,
     )
 
 

@@ -18,7 +18,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, StoredLayer, config_from_json
+from quantkit.checkpoint.config import PREFIX_FIELDS, QUANT_METHOD, CheckpointConfig, StoredLayer, config_from_json
 from quantkit.checkpoint.names import module_names
 from quantkit.checkpoint.read import (
     check_tensors,
@@ -78,6 +78,7 @@ class QuantkitQuantizer(HfQuantizer):
         check_tensors(config, files)
         self.verification = start_verifying(files, document) if verifies() else None
         install_skeleton(model, config)
+        install_prefix(model, config)
         check_unquantized(model, config, files)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
@@ -92,7 +93,12 @@ class QuantkitQuantizer(HfQuantizer):
                 module.prepare_for_device()
         fuse_chains(model)
         chunk_batches(model)
-        attention = config_from_json(self.quantization_config.to_dict()).attention
+        config = config_from_json(self.quantization_config.to_dict())
+        attention = config.attention
+        if config.prefix is not None:
+            from quantkit.runtime import prefix
+
+            prefix.install(model)
         if attention:
             # Needs all of transformers, which is only half imported where its quantizers import this module.
             from quantkit.runtime.int8_attention import install
@@ -124,6 +130,22 @@ def install_skeleton(model: nn.Module, config: CheckpointConfig) -> None:
     if any(own.startswith(tuple(fused)) for own in names.values()):
         separate_experts(model)
     install_layers(model, {names[name]: layer for name, layer in config.layers.items()})
+
+
+def install_prefix(model: nn.Module, config: CheckpointConfig) -> None:
+    """Give attention modules empty tensors for the checkpoint's prefix, in the model's dtype, on the meta device.
+
+    Raises CheckpointError for a module that the model does not have.
+    """
+    if config.prefix is None:
+        return
+    dtype = next(tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
+    names = module_names(model, config.prefix.modules)
+    for name, shape in config.prefix.modules.items():
+        with refusing(f"the checkpoint has a prefix for {name!r}, which this model lacks", CheckpointError):
+            module = model.get_submodule(names[name])
+        for field in PREFIX_FIELDS:
+            module.register_buffer(field, torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def install_layers(model: nn.Module, layers: Mapping[str, StoredLayer]) -> None:
