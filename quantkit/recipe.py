@@ -7,6 +7,7 @@ keep: ["lm_head"]                             # modules left in floating point; 
 attention_bits: 8                             # optional: attention in INT8 too (runtime/int8_attention.py)
 tune: {epochs: 8}                             # optional: tuning by gradient afterwards (tuning/settings.py)
 head_bits: 6                                  # optional: the language-model head too, in 1 to 8 bits (methods.py)
+prefix: auto                                  # optional: store the calibration's prefix (runtime/prefix.py)
 layers:                                       # exceptions; the first matching glob wins
   - {match: "*.mlp.down_proj", weight_bits: 5}
 """
@@ -24,10 +25,11 @@ from quantkit.errors import RecipeError
 from quantkit.storage.documents import parse_yaml, read_yaml
 
 SCHEMA = 1
-_OPTIONS = ("attention_bits", "head_bits", "tune")
+_OPTIONS = ("attention_bits", "head_bits", "tune", "prefix")
 _KEYS = ("schema", "method", "settings", "keep", *_OPTIONS, "layers")
 _ATTENTION_BITS = (None, 8)
 _HEAD_BITS = (None, *range(1, 9))
+_PREFIXES = (None, "auto")
 _TUNE = "tune."  # begins a setting of that section
 
 
@@ -56,6 +58,7 @@ class Recipe:
     attention_bits: int | None = None
     tune: Mapping[str, Any] | None = None
     head_bits: int | None = None
+    prefix: str | None = None
 
     def keeps(self, layer: str) -> bool:
         """Whether the layer stays in floating point."""
@@ -158,6 +161,13 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
     head_bits = document.get("head_bits")
     if head_bits not in _HEAD_BITS or isinstance(head_bits, bool | float):
         raise RecipeError(f"recipe {where}: head_bits is {head_bits!r}; choose 1 to 8, or leave it out for none")
+    prefix = document.get("prefix")
+    if prefix not in _PREFIXES:
+        raise RecipeError(f"recipe {where}: prefix is {prefix!r}; choose auto, or leave it out for none")
+    if prefix is not None and attention_bits is not None:
+        raise RecipeError(
+            f"recipe {where}: prefix and attention_bits exclude each other: INT8 attention takes no prefix"
+        )
     return Recipe(
         name=name,
         method=document["method"],
@@ -167,6 +177,7 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
         attention_bits=attention_bits,
         tune=tune,
         head_bits=head_bits,
+        prefix=prefix,
     )
 
 

@@ -47,4 +47,7 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 def with_stored_names(config: CheckpointConfig, names: Mapping[str, str]) -> CheckpointConfig:
     """The config of a model's modules under the names of its files."""
     layers = {names[name]: layer for name, layer in config.layers.items()}
-    return replace(config, layers=layers, ignore=tuple(names[name] for name in config.ignore))
+    prefix = config.prefix
+    if prefix is not None:
+        prefix = replace(prefix, modules={names[name]: shape for name, shape in prefix.modules.items()})
+    return replace(config, layers=layers, ignore=tuple(names[name] for name in config.ignore), prefix=prefix)

@@ -37,6 +37,9 @@ def calibrate(
     windows: Annotated[int, typer.Option(min=1, help="Windows to draw, without overlap.")] = 128,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 2048,
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of windows and of the sampled rows.")] = 0,
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Find tokens that take massive channels, for recipes with prefix: auto.")
+    ] = False,
     merge: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A B", help="Merge two artifacts of one model instead.")
     ] = None,
@@ -89,6 +92,7 @@ def calibrate(
             seq_len=seq_len,
             seed=seed,
             activations=hidden,
+            prefix=prefix,
             keep=partial(workspace, checked_place(out, "output"), restart=restart),
             ranks=ranks,
         )
@@ -119,6 +123,7 @@ def _show(result: Calibration, out: Path, json_path: Path | None) -> None:
             "layers": str(len(result.layers)),
             "tokens": f"{meta.tokens} ({len(result.windows)} windows of {meta.seq_len})",
             "text": ", ".join(f"{source.name} (sha256 {source.sha256}, seed {source.seed})" for source in meta.texts),
+            **({"prefix": f"tokens {', '.join(map(str, meta.prefix))}"} if meta.prefix else {}),
         }
     )
     write_json(
@@ -132,5 +137,6 @@ def _show(result: Calibration, out: Path, json_path: Path | None) -> None:
             "seq_len": meta.seq_len,
             "tokens": meta.tokens,
             "texts": [asdict(source) for source in meta.texts],
+            "prefix": list(meta.prefix),
         },
     )

@@ -91,6 +91,8 @@ def opened_checkpoint(folder: Path) -> Iterator[Exported]:
     stored = read_checkpoint(folder)
     if stored.attention:
         raise CheckpointError(f"checkpoint {folder}: its attention is INT8, which no other format holds")
+    if stored.prefix is not None:
+        raise CheckpointError(f"checkpoint {folder}: has a key/value prefix, which no other format holds")
     headers = read_headers(weight_files(folder))
     verification = start_verifying(headers, read_document(folder)) if verifies() else None
     config = read_config(folder)

@@ -18,7 +18,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, StoredLayer, config_from_json
+from quantkit.checkpoint.config import PREFIX_FIELDS, QUANT_METHOD, CheckpointConfig, StoredLayer, config_from_json
 from quantkit.checkpoint.names import module_names
 from quantkit.checkpoint.read import (
     check_tensors,
@@ -81,6 +81,7 @@ class QuantkitQuantizer(HfQuantizer):
         check_tensors(config, files)
         self.verification = start_verifying(files, document) if verifies() else None
         install_skeleton(model, config)
+        install_prefix(model, config)
         self.skeleton = tuple(model.modules())
         check_unquantized(model, config, files)
 
@@ -98,7 +99,12 @@ class QuantkitQuantizer(HfQuantizer):
         fuse_chains(model)
         group_experts(model)
         chunk_batches(model)
-        attention = config_from_json(self.quantization_config.to_dict()).attention
+        config = config_from_json(self.quantization_config.to_dict())
+        attention = config.attention
+        if config.prefix is not None:
+            from quantkit.runtime import prefix
+
+            prefix.install(model)
         if attention:
             # Needs all of transformers, which is only half imported where its quantizers import this module.
             from quantkit.runtime.int8_attention import install
@@ -137,6 +143,22 @@ def install_skeleton(model: nn.Module, config: CheckpointConfig) -> None:
     headless = bool(prefix) and not hasattr(model, prefix)  # AutoModel: no head, quantized or not
     layers = {name: layer for name, layer in config.layers.items() if not headless or name.startswith(f"{prefix}.")}
     install_layers(model, {names[name]: layer for name, layer in layers.items()})
+
+
+def install_prefix(model: nn.Module, config: CheckpointConfig) -> None:
+    """Give attention modules empty tensors for the checkpoint's prefix, in the model's dtype, on the meta device.
+
+    Raises CheckpointError for a module that the model does not have.
+    """
+    if config.prefix is None:
+        return
+    dtype = next(tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
+    names = module_names(model, config.prefix.modules)
+    for name, shape in config.prefix.modules.items():
+        with refusing(f"the checkpoint has a prefix for {name!r}, which this model lacks", CheckpointError):
+            module = model.get_submodule(names[name])
+        for field in PREFIX_FIELDS:
+            module.register_buffer(field, torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def install_layers(model: nn.Module, layers: Mapping[str, StoredLayer]) -> None:

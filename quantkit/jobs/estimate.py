@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from quantkit.calibration.artifact import Calibration
-from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, config_to_json
+from quantkit.checkpoint.config import CheckpointConfig, Prefix, StoredLayer, config_to_json
 from quantkit.checkpoint.names import stored_names
 from quantkit.checkpoint.write import weight_bytes, weights_metadata
 from quantkit.errors import OutputError
 from quantkit.formats.base import Shape
 from quantkit.formats.table import stored_bytes
-from quantkit.integrations.transformers import install_layers
+from quantkit.integrations.transformers import install_layers, install_prefix
 from quantkit.jobs.quantize_blocks import HEAD_ROWS
 from quantkit.methods import METHODS, LayerPlan
 from quantkit.models.families import linear_shape
@@ -88,9 +88,12 @@ def estimate(
     dtype: Any,
     hidden_bytes: int,
     tuning: TuneSettings | None = None,
+    *,
+    prefix: Prefix | None = None,
 ) -> Estimate:
     """Of a model whose layers are planned. dtype: of what stays floating point. hidden_bytes: of one stored value of a
-    hidden state, 0 where no text runs through the blocks. tuning: what follows with the whole model in memory."""
+    hidden state, 0 where no text runs through the blocks. tuning: what follows with the whole model in memory. prefix:
+    that will be stored."""
     shapes = {name: linear_shape(stream.model.get_submodule(name)) for name in plans}
     specs = {name: METHODS[plan.method].stored_specs(plan.settings, shapes[name]) for name, plan in plans.items()}
     names = stored_names(stream.model, shapes)
@@ -104,7 +107,8 @@ def estimate(
         )
         for name, shape in shapes.items()
     )
-    files = [_file_bytes(stream, {name: own[end] for name, own in specs.items()}, shapes, dtype) for end in (0, -1)]
+    ends = ({name: StoredLayer(own[end], shapes[name]) for name, own in specs.items()} for end in (0, -1))
+    files = [_file_bytes(stream, CheckpointConfig(own, (), {}, prefix=prefix), dtype) for own in ends]
     width = stream.model.config.get_text_config().hidden_size
     state = 0 if artifact is None else artifact.windows.numel() * width * hidden_bytes
     weights = sum(rows * columns for rows, columns in shapes.values())
@@ -121,13 +125,13 @@ def estimate(
     )
 
 
-def _file_bytes(stream: ModelStream, specs: Mapping[str, Any], shapes: Mapping[str, Shape], dtype: Any) -> int:
+def _file_bytes(stream: ModelStream, config: CheckpointConfig, dtype: Any) -> int:
     """Bytes of all weight files of a checkpoint whose layers are stored so."""
     model: nn.Module = copy.deepcopy(stream.model).to("meta")
-    config = CheckpointConfig({name: StoredLayer(spec, shapes[name]) for name, spec in specs.items()}, (), {})
-    if any(stream.owner(name) is None for name in specs):  # the head
+    if any(stream.owner(name) is None for name in config.layers):  # the head
         untie_head(model)
     install_layers(model, config.layers)
+    install_prefix(model, config)
     return weight_bytes(model.to(dtype), weights_metadata(config_to_json(config)))
 
 

@@ -16,17 +16,19 @@ from torch import Tensor, nn
 
 import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
-from quantkit.checkpoint.config import CheckpointConfig, bits_per_weight, config_to_json
+from quantkit.checkpoint.config import CheckpointConfig, Prefix, bits_per_weight, config_to_json
 from quantkit.checkpoint.names import stored_names, with_stored_names
 from quantkit.checkpoint.write import folder_bytes, foreign, save_checkpoint, save_surroundings
 from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeError, StatsError, refusing
 from quantkit.integrations.transformers import attach_config, check_readable
 from quantkit.jobs.estimate import Estimate, estimate
+from quantkit.jobs.prefix_pass import prefix_of
 from quantkit.jobs.quantize_blocks import BlockWork, quantize_blocks
 from quantkit.jobs.tune import planned_tuning, tuned_piece
 from quantkit.methods import METHODS, LayerPlan, check_recipe, head_plan, plan_layers
 from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.loading import first_device, is_quantized, open_stream, stored_dtype, stream_fingerprint
+from quantkit.models.prefix import check_takes_prefix
 from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import activations_dtype
 from quantkit.models.structure import output_head
@@ -149,6 +151,12 @@ class Job:
     unquantized: tuple[Unquantized, ...]
     tuning: TuneSettings | None
 
+    @property
+    def prefix(self) -> Prefix | None:
+        """What the checkpoint's texts will stand behind."""
+        tokens = self.artifact.meta.prefix if self.artifact is not None else ()
+        return prefix_of(self.stream.model, tokens)
+
 
 def open_job(model: str, recipe: Recipe, calibration: Path | None, options: QuantizeOptions) -> Job:
     """Open the model and plan its layers; no weight is read. Raises QuantkitError as quantize_model does."""
@@ -162,6 +170,7 @@ def open_job(model: str, recipe: Recipe, calibration: Path | None, options: Quan
     _check_calibration(plans, artifact, recipe)
     tuning = planned_tuning(recipe, plans, {name: linear_shape(linears[name]) for name in plans}, artifact)
     _check_attention(recipe, artifact, stream.model)
+    _check_prefix(recipe, artifact, stream.model)
     plans |= _head_plans(recipe, stream.model)
     left = unquantized(stream.model, plans, recipe.keeps)
     check_unquantized_weights(left, recipe.name)
@@ -174,7 +183,7 @@ def expect(job: Job, options: QuantizeOptions) -> Estimate:
         METHODS[plan.method].needs_hessian(plan.settings) for plan in job.plans.values()
     )
     stored = activations_dtype(options.activations).itemsize if runs_text else 0
-    return estimate(job.stream, job.plans, job.artifact, job.dtype, stored, job.tuning)
+    return estimate(job.stream, job.plans, job.artifact, job.dtype, stored, job.tuning, prefix=job.prefix)
 
 
 def _check_space(need: Estimate, folder: Path) -> None:
@@ -219,6 +228,7 @@ def _block_work(job: Job, options: QuantizeOptions) -> BlockWork:
         activations_dtype(options.activations),
         attention=job.recipe.attention_bits is not None,
         ranks=options.ranks,
+        prefix=job.prefix,
     )
 
 
@@ -234,8 +244,10 @@ def _quantize(job: Job, blocks: BlockWork, work: Workspace) -> tuple[CheckpointC
     }
     done = quantize_blocks(blocks, work)
     ignore = [name for name, module in job.stream.model.named_modules() if isinstance(module, nn.Linear)]
-    names = stored_names(job.stream.model, [*done.stored, *ignore])
-    config = with_stored_names(CheckpointConfig(done.stored, tuple(ignore), meta, done.attention), names)
+    modules = () if blocks.prefix is None else blocks.prefix.modules
+    names = stored_names(job.stream.model, [*done.stored, *ignore, *modules])
+    config = CheckpointConfig(done.stored, tuple(ignore), meta, done.attention, blocks.prefix)
+    config = with_stored_names(config, names)
     report = {
         "calibration": meta["calibration"],
         "transforms": done.transforms,
@@ -283,6 +295,22 @@ def _check_attention(recipe: Recipe, artifact: Calibration | None, model: nn.Mod
                 f"recipe {recipe.name}: attention_bits needs a calibration artifact for the ranges of Q, K and V; "
                 "make one with 'quantkit calibrate' and pass it as `calibration`"
             )
+
+
+def _check_prefix(recipe: Recipe, artifact: Calibration | None, model: nn.Module) -> None:
+    """Refuse a recipe and a calibration of which one has a prefix: what lies behind one has other ranges."""
+    tokens = () if artifact is None else artifact.meta.prefix
+    if recipe.prefix is not None:
+        check_takes_prefix(model)
+        if not tokens:
+            raise CalibrationError(
+                f"recipe {recipe.name}: prefix needs a calibration that was collected behind one; set `prefix` there"
+            )
+    elif tokens:
+        raise CalibrationError(
+            f"calibration: was collected behind a prefix of {len(tokens)} tokens, which recipe {recipe.name} does not "
+            "store; set prefix=auto, or calibrate without"
+        )
 
 
 def _check_weight(name: str, weight: Tensor) -> None:

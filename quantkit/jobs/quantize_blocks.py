@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibration.artifact import Calibration
-from quantkit.checkpoint.config import AttentionScales, StoredLayer
+from quantkit.checkpoint.config import AttentionScales, CheckpointConfig, Prefix, StoredLayer
 from quantkit.checkpoint.write import stored_tensors
 from quantkit.errors import ModelError
 from quantkit.formats.base import PackedWeight
 from quantkit.formats.shard import join
 from quantkit.formats.table import spec_from_json, spec_to_json
-from quantkit.integrations.transformers import install_layers
+from quantkit.integrations.transformers import install_layers, install_prefix
+from quantkit.jobs.prefix_pass import PrefixPass
 from quantkit.jobs.solve_layers import quantize_layers
 from quantkit.methods import METHODS, LayerPlan
 from quantkit.models.experts import expert_linears
@@ -32,6 +33,7 @@ from quantkit.progress import track
 from quantkit.quantizers.base import LayerInput
 from quantkit.ranks import ALONE, Loads, Ranks
 from quantkit.runtime import int8_attention
+from quantkit.runtime import prefix as runtime_prefix
 from quantkit.stats import LayerStats
 from quantkit.storage.resume import Commits, Workspace
 
@@ -43,7 +45,8 @@ HEAD_ROWS = 4096  # of the head, quantized at once: its quantizer holds several 
 class BlockWork:
     """What is to be done. dtype: of what stays floating point. activations: what hidden states are stored in.
 
-    attention: whether the ranges of Q, K and V are taken. ranks: those that share the work.
+    attention: whether the ranges of Q, K and V are taken. ranks: those that share the work. prefix: what every text
+    stands behind, or None.
     """
 
     stream: ModelStream
@@ -53,6 +56,7 @@ class BlockWork:
     activations: torch.dtype
     attention: bool
     ranks: Ranks = ALONE
+    prefix: Prefix | None = None
 
     @property
     def streams(self) -> bool:
@@ -62,18 +66,23 @@ class BlockWork:
 
 @dataclass
 class Done:
-    """What was done so far. transforms: by method. layers: the report of each. stored, attention: for the config."""
+    """What was done so far. transforms: by method. layers: the report of each. stored, attention: for the config.
+
+    prefix_hidden: what the next block's prefix is computed from, where there is one.
+    """
 
     transforms: dict[str, dict[str, Any]] = field(default_factory=dict)
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
     stored: dict[str, StoredLayer] = field(default_factory=dict)
     attention: dict[str, AttentionScales] = field(default_factory=dict)
+    prefix_hidden: list[float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What a piece of the work remembers."""
         stored = {name: [spec_to_json(one.spec), list(one.shape)] for name, one in self.stored.items()}
         attention = {name: asdict(scales) for name, scales in self.attention.items()}
-        return {"transforms": self.transforms, "layers": self.layers, "stored": stored, "attention": attention}
+        document = {"transforms": self.transforms, "layers": self.layers, "stored": stored, "attention": attention}
+        return document | ({} if self.prefix_hidden is None else {"prefix_hidden": self.prefix_hidden})
 
     def add(self, document: Mapping[str, Any]) -> None:
         """Take in what to_json gave for a further part of the model."""
@@ -82,6 +91,7 @@ class Done:
             for key, value in report.items():
                 known[key] = known.get(key, []) + value if isinstance(value, list) else value
         self.layers |= document["layers"]
+        self.prefix_hidden = document.get("prefix_hidden", self.prefix_hidden)
         for name, (spec, (rows, columns)) in document["stored"].items():
             self.stored[name] = StoredLayer(spec_from_json(spec), (rows, columns))
         self.attention |= {name: AttentionScales(**scales) for name, scales in document["attention"].items()}
@@ -92,14 +102,18 @@ def quantize_blocks(job: BlockWork, work: Workspace) -> Done:
 
     Where a block needs Hessians, they are of the inputs that the blocks before it, already quantized, produce.
     """
-    with int8_attention.observing(job.stream.model) if job.attention else nullcontext():
+    with ExitStack() as stack:
+        if job.attention:
+            stack.enter_context(int8_attention.observing(job.stream.model))
+        if job.prefix is not None:
+            stack.enter_context(runtime_prefix.installed(job.stream.model))
         return _quantize_blocks(job, work)
 
 
 def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
     done, stream, last = Done(), job.stream, len(job.stream.blocks) - 1
     with Commits(work, job.ranks, stream.device) as commits:
-        inputs = _quantize_outside(job, work, commits)
+        inputs, ahead = _quantize_outside(job, work, commits)
         job.ranks.collect(None)  # the first rank's pieces are read by all
         for number in range(work.finished):
             earlier = Done()
@@ -107,6 +121,7 @@ def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
             install_layers(
                 stream.model, {name: one for name, one in earlier.stored.items() if not _is_packed(stream, name)}
             )
+            _install_prefix(job, number - 1)
             done.add(earlier.to_json())
         for index in track(range(work.finished - 1, last + 1), "quantizing blocks"):
             part, following = Done(), None
@@ -114,7 +129,7 @@ def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
                 hidden = inputs.hidden
                 following = state_room(stream.device, work, index + 2, tuple(hidden.shape), hidden.dtype)
             with stream.block(index) as block:
-                _quantize_block(job, index, inputs, part)
+                _quantize_block(job, index, inputs, ahead, part)
                 if inputs is not None:
                     _run_on(job, index, inputs, following, part)
                 block.to("cpu", job.dtype)
@@ -127,18 +142,34 @@ def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
     return done
 
 
-def _quantize_outside(job: BlockWork, work: Workspace, commits: Commits) -> BlockInputs | None:
-    """The piece before the blocks: what is outside them, edited by the methods. Returns what flows into the next block.
+def _install_prefix(job: BlockWork, index: int) -> None:
+    """Give a block that an earlier run has quantized the shapes of its prefix; index -1 is what stands before them."""
+    if job.prefix is None or not 0 <= index < len(job.stream.blocks):
+        return
+    name, _ = job.stream.blocks[index]
+    own = {module: shape for module, shape in job.prefix.modules.items() if module.startswith(f"{name}.")}
+    install_prefix(job.stream.model, CheckpointConfig({}, (), {}, prefix=replace(job.prefix, modules=own)))
+
+
+def _quantize_outside(
+    job: BlockWork, work: Workspace, commits: Commits
+) -> tuple[BlockInputs | None, PrefixPass | None]:
+    """The piece before the blocks: what is outside them, edited by the methods.
+
+    Returns what flows into the next block: of the text, and of the prefix.
 
     The methods' edit may change the model's structure (untie its head), so a run that goes on makes it again. A head
     that is quantized has a tensor of its own; where it was tied, the embedding keeps the weight.
     """
-    stream, inputs, part = job.stream, None, Done()
+    stream, inputs, ahead, part = job.stream, None, None, Done()
     with stream.outside():
         transform_part(job, part)
         if job.artifact is not None and job.streams and work.finished <= len(stream.blocks):
             with fast_products(stream.device):
                 inputs = stored_inputs(stream, job.artifact.windows, work, job.activations, first=1, ranks=job.ranks)
+        if job.prefix is not None and work.finished <= len(stream.blocks):
+            hidden = work.document(work.finished - 1).get("prefix_hidden") if work.finished else None
+            ahead = PrefixPass(stream, job.prefix, hidden)
         head = next((name for name in job.plans if stream.owner(name) is None), None)
         if head is not None:
             untie_head(stream.model)
@@ -147,7 +178,7 @@ def _quantize_outside(job: BlockWork, work: Workspace, commits: Commits) -> Bloc
             tensors = {name: _stored(tensor, job.dtype, packed) for name, tensor in _stored_part(stream, None).items()}
             commits.commit(tensors, part.to_json(), None if inputs is None else inputs.hidden)
             commits.wait()
-    return inputs
+    return inputs, ahead
 
 
 def _quantize_head(job: BlockWork, name: str, part: Done) -> dict[int, Tensor]:
@@ -204,10 +235,15 @@ def transform_part(job: BlockWork, part: Done) -> tuple[dict[str, Tensor], dict[
     return folded, changed
 
 
-def _quantize_block(job: BlockWork, index: int, inputs: BlockInputs | None, part: Done) -> None:
+def _quantize_block(
+    job: BlockWork, index: int, inputs: BlockInputs | None, ahead: PrefixPass | None, part: Done
+) -> None:
     """Quantize and replace the planned layers of one block."""
     model, (prefix, block) = job.stream.model, job.stream.blocks[index]
     folded, changed = transform_part(job, part)
+    if ahead is not None:
+        ahead.attach(index)
+        part.prefix_hidden = ahead.hidden()
     own = {name: plan for name, plan in job.plans.items() if job.stream.owner(name) == prefix}
     known = None if job.artifact is None else replace(job.artifact, layers={**job.artifact.layers, **changed})
     layers: dict[str, LayerInput | None] = {name: _layer_input(model, name, known, folded.get(name)) for name in own}

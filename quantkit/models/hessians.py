@@ -12,7 +12,7 @@ from quantkit.errors import ModelError
 from quantkit.models.experts import routing_weights
 from quantkit.models.families import linear_shape, linear_weight
 from quantkit.models.streaming import BlockInputs
-from quantkit.models.watching import watch_block
+from quantkit.models.watching import Watched, watch_block
 from quantkit.ranks import ALONE, Ranks
 from quantkit.stats import trust
 
@@ -59,8 +59,8 @@ def block_hessians(
     groups.append({name: module for name, module in linears.items() if name not in own})
     taps = [(group, accumulate) for group in groups]
     with routing_weights(block) as weights_of:
-        with_weights = partial(_join, linears, weights_of)
-        watched = watch_block(block, inputs, index, taps, ranks=ranks, prepare=with_weights)
+        watched = Watched(ranks, partial(_join, linears, weights_of))
+        watch_block(block, inputs, index, taps, watched=watched)
     mine: dict[str, str] = {}
     for name, module in linears.items():
         known = name in watched.aliases

@@ -83,15 +83,17 @@ def capture_inputs(
     room: Room = in_memory,
     dtype: torch.dtype | None = None,
     ranks: Ranks = ALONE,
+    start: int = 0,
 ) -> BlockInputs:
     """Inputs of the first decoder block for every window, and how each block is called.
 
     windows: [n, seq_len] token ids. room: where the hidden states go. dtype: what they are stored in, where that is
-    narrower than what the model computes in. ranks: each fills in its own windows.
+    narrower than what the model computes in. ranks: each fills in its own windows. start: the position of a window's
+    first token; only rotary positions take one below 0.
     Raises ModelError where the blocks are no plain chain (each fed by the one before), or for an unknown structure.
     """
     with stream.outside():
-        found = _recorded_calls(stream, windows)
+        found = _recorded_calls(stream, windows, start)
         narrower = dtype is not None and dtype.itemsize < found.dtype.itemsize
         hidden = room((*windows.shape, *found.width), dtype if narrower and dtype is not None else found.dtype)
         numbers = iter(ranks.own(len(windows)))
@@ -196,14 +198,14 @@ class _Recorded:
     rest: tuple[Any, ...] | None
 
 
-def _recorded_calls(stream: ModelStream, windows: Tensor) -> _Recorded:
+def _recorded_calls(stream: ModelStream, windows: Tensor, start: int = 0) -> _Recorded:
     """_record_calls, once it is known that what the blocks are called with does not depend on the text.
 
     Raises BlocksReadTextError where it does: the calls of one window would be wrong for another.
     """
     ends = [windows[end][None].to(stream.device, torch.long) for end in ((0, -1) if len(windows) > 1 else (0,))]
     with stream.block(0):
-        found = [_record_calls(stream, window) for window in ends]
+        found = [_record_calls(stream, window, start) for window in ends]
     for index, (first, other) in enumerate(zip(found[0].calls, found[-1].calls, strict=True)):
         if not _same(first.arguments, other.arguments) or not _same(first.keywords, other.keywords):
             raise BlocksReadTextError(
@@ -224,7 +226,7 @@ def _same(first: Any, other: Any) -> bool:
     return True
 
 
-def _record_calls(stream: ModelStream, window: Tensor) -> _Recorded:
+def _record_calls(stream: ModelStream, window: Tensor, start: int) -> _Recorded:
     """Arguments of every block in one pass; they differ where layers attend differently (sliding, local rope).
 
     Only the first block computes: what the model hands to a block depends on the tokens' places alone. The others give
@@ -257,7 +259,7 @@ def _record_calls(stream: ModelStream, window: Tensor) -> _Recorded:
 
     forward = blocks[0].forward
     with stream.block(0), replaced_forwards(blocks, [compute, *[pass_on] * (len(blocks) - 1)]):
-        model_body(stream.model)(window, use_cache=False)
+        model_body(stream.model)(window, use_cache=False, **_positions(window, start))
     if len(calls) != len(blocks):
         raise ModelError(f"{name}: a pass runs {len(calls)} of its {len(blocks)} blocks")
     rest = outputs[0][1:] if isinstance(outputs[0], tuple) else None
@@ -277,6 +279,13 @@ def replaced_forwards(blocks: Sequence[nn.Module], functions: Sequence[Callable[
             vars(block).pop("forward", None)
             if own is not None:
                 block.forward = own
+
+
+def _positions(window: Tensor, start: int) -> dict[str, Tensor]:
+    """What a model is told of the positions of a window that does not begin at 0."""
+    if not start:
+        return {}
+    return {"position_ids": torch.arange(start, start + window.shape[1], device=window.device)[None]}
 
 
 def _first(output: Any) -> Any:

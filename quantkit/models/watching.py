@@ -36,11 +36,20 @@ def _as_it_is(_name: str, x: Tensor) -> Tensor:
 
 @dataclass
 class Watched:
-    """aliases: every Linear that ran -> the name its input was taken in under. owners: such a name -> its rank."""
+    """What is known of a block's inputs, from one pass over windows to the next.
 
+    ranks: those that share the windows. prepare: what is done to an input before it is taken in.
+    aliases: every Linear that ran -> the name its input was taken in under. owners: such a name -> its rank.
+    """
+
+    ranks: Ranks = ALONE
+    prepare: Prepare = _as_it_is
     aliases: dict[str, str] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
-    loads: Loads = field(default_factory=lambda: Loads(ALONE))
+    loads: Loads = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.loads = Loads(self.ranks)
 
     def owner(self, name: str, linear: nn.Module) -> int:
         """The rank that works on a Linear: the one that took its input in; for one that never ran, any."""
@@ -57,23 +66,31 @@ def watch_block(
     taps: Taps,
     *,
     into: Tensor | None = None,
-    ranks: Ranks = ALONE,
-    prepare: Prepare = _as_it_is,
+    windows: range | None = None,
+    watched: Watched | None = None,
 ) -> Watched:
-    """Run this rank's windows through the block, its outputs going to ``into``; inputs are taken in as Watched says."""
-    if ranks.count > 1:
-        return _watch_together(block, inputs, index, taps, into, ranks, prepare)
+    """Run this rank's windows through the block, its outputs going to ``into``; inputs are taken in as Watched says.
+
+    windows: the numbers of those that run, by default all. watched: of an earlier pass, which this one adds to.
+    """
+    watched = watched or Watched()
+    windows = range(len(inputs.hidden)) if windows is None else windows
+    if watched.ranks.count > 1:
+        return _watch_together(block, inputs, index, taps, into, windows, watched)
+    prepare = watched.prepare
 
     def taking_in(consume: Consume) -> Consume:
         return lambda name, x: consume(name, prepare(name, x))
 
     with ExitStack() as stack:
         entered = [stack.enter_context(InputTap(linears, taking_in(consume))) for linears, consume in taps]
-        for number, output in run_block(block, inputs, index):
+        for number, output in run_block(block, inputs, index, windows):
             if into is not None:
                 into[number] = output[0].to(into.device)
-    aliases = {name: owner for tap in entered for name, owner in tap.aliases.items()}
-    return Watched(aliases, dict.fromkeys(aliases.values(), 0))
+    for tap in entered:
+        watched.aliases = tap.aliases | watched.aliases
+    watched.owners = dict.fromkeys(watched.aliases.values(), 0)
+    return watched
 
 
 def _watch_together(
@@ -82,17 +99,17 @@ def _watch_together(
     index: int,
     taps: Taps,
     into: Tensor | None,
-    ranks: Ranks,
-    prepare: Prepare,
+    windows: range,
+    watched: Watched,
 ) -> Watched:
     linears = {name: module for group, _ in taps for name, module in group.items()}
     consumers = {name: consume for group, consume in taps for name in group}
-    watched = Watched(loads=Loads(ranks))
-    windows = len(inputs.hidden)
-    for first in range(0, windows, ranks.count):
-        kept, aliases = _run_one(block, inputs, index, taps, into, first + ranks.number, prepare)
+    ranks = watched.ranks
+    for first in range(windows.start - windows.start % ranks.count, windows.stop, ranks.count):
+        own = [number for number in (first + ranks.number,) if number in windows]
+        kept, aliases = _run_own(block, inputs, index, taps, into, own, watched.prepare)
         steps = ranks.collect((aliases, {name: tuple(x.shape) for name, x in kept.items()}))
-        _take_aliases(watched, [own for own, _ in steps], linears)
+        _take_aliases(watched, [found for found, _ in steps], linears)
         for sent in _exchange(kept, [shapes for _, shapes in steps], inputs.dtype, block, ranks):
             for name, x in sent.items():
                 if watched.owners[name] == ranks.number:
@@ -100,16 +117,16 @@ def _watch_together(
     return watched
 
 
-def _run_one(
+def _run_own(
     block: nn.Module,
     inputs: BlockInputs,
     index: int,
     taps: Taps,
     into: Tensor | None,
-    number: int,
+    windows: Sequence[int],
     prepare: Prepare,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(what flowed into the Linears, Watched.aliases) of one window, of none where there is no such window."""
+    """(what flowed into the Linears, Watched.aliases) of one window, or of none."""
     kept: dict[str, Tensor] = {}
 
     def keep(name: str, x: Tensor) -> None:
@@ -117,7 +134,7 @@ def _run_one(
 
     with ExitStack() as stack:
         entered = [stack.enter_context(InputTap(group, keep)) for group, _ in taps]
-        for _, output in run_block(block, inputs, index, [number]):
+        for number, output in run_block(block, inputs, index, windows):
             if into is not None:
                 into[number] = output[0].to(into.device)
     return kept, {name: owner for tap in entered for name, owner in tap.aliases.items()}

@@ -147,5 +147,6 @@ def _rotated_stats(stats: LayerStats, gain: Tensor, rotation: Tensor) -> LayerSt
         mean_abs=magnitude.mean(dim=0),
         mean_square=sample.square().mean(dim=0),
         histogram=magnitude_histogram(sample),
+        vocabulary_absmax=None,
         sample=sample,
     )

@@ -31,6 +31,7 @@ from quantkit.ops.decode.op import attention, gated
 from quantkit.ops.epilogue import Epilogue
 from quantkit.runtime.merged_linears import MergedLinears, merge_linears
 from quantkit.runtime.norms import FastNorm, fast_norm
+from quantkit.runtime.prefix import has_prefix
 from quantkit.runtime.twin import holds_watched
 
 Rotary = tuple[Tensor, Tensor]
@@ -152,11 +153,12 @@ def token_blocks(model: nn.Module) -> list[TokenBlock]:
     """The model's decoder blocks that the family table describes in full; none in training.
 
     None for a model without a row there, whose blocks may hold no Linear any more by which they would be found.
-    Left out, too, are blocks inside which something watches a module.
+    Left out, too, are blocks inside which something watches a module, and models with a key/value prefix, which the
+    attention kernel does not read.
     """
     family, config = known_family(model), getattr(model, "config", None)
     row = None if family is None else family.block
-    if row is None or model.training or not row.exact(config):
+    if row is None or model.training or has_prefix(model) or not row.exact(config):
         return []
     blocks = (block for _, block in decoder_blocks(model) if row.describes(block) and not holds_watched(block))
     return [made for block in blocks if (made := _token_block(block, row)) is not None]

@@ -38,6 +38,11 @@ class QuantkitConfig(QuantizationConfig):
                 "the checkpoint computes attention in INT8 (attention_bits: 8), which vLLM's attention does not; "
                 "quantize again without attention_bits"
             )
+        if config.prefix is not None:
+            raise CheckpointError(
+                "the checkpoint has a key/value prefix (prefix: auto), which vLLM's cache does not take; "
+                "quantize again without a prefix"
+            )
         self.layers: dict[str, StoredLayer] = dict(config.layers)
         self.placed: set[str] = set()
         self.all_placed = False
