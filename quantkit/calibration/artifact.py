@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from quantkit.storage.tensors import DTYPES, TensorFile, Verification, read_head
 SCHEMA = 2
 _DOCUMENT_KEY = "quantkit.calibration"
 STATS_FIELDS = ("absmax", "mean_abs", "mean_square", "histogram", "sample", "vocabulary_absmax")
+_STORED_FIELDS = {1: STATS_FIELDS[:-1], SCHEMA: STATS_FIELDS}  # by schema
 _SIGNED = ("sample",)  # the others are magnitudes and counts
 _MERGE_SEED = 0
 _TEXT = record({"name": text, "sha256": text, "seed": whole(0), "windows": whole(1)}, closed=True)
@@ -150,13 +151,14 @@ def load_calibration(path: Path) -> Calibration:
     )
     aliases: dict[str, str] = document["aliases"]
     tokens = dict.fromkeys(aliases.values(), about.tokens) | document.get("tokens", {})
-    _check_tensors(what, file, tokens, about)
+    fields = _STORED_FIELDS[document["schema"]]
+    _check_tensors(what, file, tokens, about, fields)
     verification = Verification([file], CalibrationError) if verifies() else None
     with refusing(f"{what} cannot be read", CalibrationError):
         tensors = load_file(path)
     if verification is not None:
         verification.finish()
-    stats = {name: _read_stats(what, name, tensors, tokens[name]) for name in dict.fromkeys(aliases.values())}
+    stats = {name: _read_stats(what, name, tensors, tokens[name], fields) for name in dict.fromkeys(aliases.values())}
     _check_values(what, "windows", tensors["windows"], signed=False)
     return Calibration({name: stats[owner] for name, owner in aliases.items()}, tensors["windows"], about)
 
@@ -213,13 +215,15 @@ def _document(what: str, file: TensorFile) -> dict[str, Any]:
         raise CalibrationError(f"{what}: not a calibration artifact; make one with quantkit calibrate")
     document: Any = parse_json(file.metadata[_DOCUMENT_KEY], f"{what}: its metadata", CalibrationError)
     schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != SCHEMA or isinstance(schema, bool):
-        raise CalibrationError(f"{what}: schema {schema!r}; this version reads {SCHEMA}, collect it anew")
+    if schema not in tuple(_STORED_FIELDS) or isinstance(schema, bool):
+        raise CalibrationError(f"{what}: schema {schema!r}; this version reads up to {SCHEMA}, collect it anew")
     check_document(document, _DOCUMENT, f"{what}: its metadata", CalibrationError)
     return dict(document)
 
 
-def _check_tensors(what: str, file: TensorFile, tokens: Mapping[str, int], meta: CalibrationMeta) -> None:
+def _check_tensors(
+    what: str, file: TensorFile, tokens: Mapping[str, int], meta: CalibrationMeta, fields: Sequence[str]
+) -> None:
     """Names, shapes and dtypes of all tensors, from the header; tokens: that each statistics' name says it is of."""
     stored, windows = file.tensors, meta.tokens // meta.seq_len
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"windows": (torch.int32, (windows, meta.seq_len))}
@@ -229,7 +233,7 @@ def _check_tensors(what: str, file: TensorFile, tokens: Mapping[str, int], meta:
         rows = min(SAMPLE_ROWS, count)
         shape = stored[f"{name}:absmax"].shape if f"{name}:absmax" in stored else ()
         columns = shape if len(shape) == 1 and shape[0] else (1,)
-        expected |= {f"{name}:{field}": (torch.float32, columns) for field in STATS_FIELDS}
+        expected |= {f"{name}:{field}": (torch.float32, columns) for field in fields}
         expected |= {f"{name}:histogram": (torch.int64, (HISTOGRAM_BINS,))}
         expected |= {f"{name}:sample": (torch.float32, (rows, *columns))}
     for name, (dtype, shape) in expected.items():
@@ -246,8 +250,8 @@ def _check_tensors(what: str, file: TensorFile, tokens: Mapping[str, int], meta:
         raise CalibrationError(f"{what}: {_DAMAGED}; {unknown[0]} is no tensor of a calibration")
 
 
-def _read_stats(what: str, name: str, tensors: Mapping[str, Tensor], tokens: int) -> LayerStats:
-    found = {field: tensors[f"{name}:{field}"] for field in STATS_FIELDS}
+def _read_stats(what: str, name: str, tensors: Mapping[str, Tensor], tokens: int, fields: Sequence[str]) -> LayerStats:
+    found = {field: tensors[f"{name}:{field}"] for field in fields}
     for field, tensor in found.items():
         _check_values(what, f"{name}:{field}", tensor, signed=field in _SIGNED)
     return LayerStats(**found, tokens=tokens)

@@ -159,9 +159,7 @@ def plan_layout(layer: LayerInput, settings: FlattenSettings) -> Layout:
     operands = Operands(
         rows=stats.sample.to(device).float() / divisor,
         weight=layer.weight if own is None else layer.weight * own,
-        act_absmax=(stats.reach() if settings.cover_vocabulary else stats.absmax).to(device)
-        / divisor
-        * settings.headroom,
+        act_absmax=_reach(layer.name, stats, settings).to(device) / divisor,
     )
     try:
         acts, weights = _splits(operands, stats.absmax.to(device) / divisor, settings)
@@ -176,8 +174,13 @@ def plan_layout(layer: LayerInput, settings: FlattenSettings) -> Layout:
     return Layout(operands, acts, weights, own, limited, ratio)
 
 
-def _reach(stats: LayerStats, settings: FlattenSettings) -> Tensor:
-    """How far a channel's slices must reach [K]."""
+def _reach(name: str, stats: LayerStats, settings: FlattenSettings) -> Tensor:
+    """How far a channel's slices must reach [K]. Raises StatsError where the vocabulary's reach was not taken."""
+    if settings.cover_vocabulary and stats.vocabulary_absmax is None:
+        raise StatsError(
+            f"{name}: cover_vocabulary needs a calibration that ran the vocabulary, and this one is of an earlier "
+            "version; collect it anew, or set cover_vocabulary=false"
+        )
     return (stats.reach() if settings.cover_vocabulary else stats.absmax) * settings.headroom
 
 
