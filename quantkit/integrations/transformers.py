@@ -33,7 +33,7 @@ from quantkit.errors import CheckpointError, refusing
 from quantkit.models.experts import SeparateExperts, is_fused, merges_experts, separate_experts
 from quantkit.models.families import linear_shape
 from quantkit.models.loading import auto_class, stored_dtype
-from quantkit.models.structure import is_linear
+from quantkit.models.structure import is_linear, output_head
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.fused_ffn import fuse_chains
@@ -140,7 +140,8 @@ def install_skeleton(model: nn.Module, config: CheckpointConfig) -> None:
     if any(own.startswith(tuple(fused)) for own in names.values()):
         separate_experts(model)
     prefix = getattr(model, "base_model_prefix", "")
-    headless = bool(prefix) and not hasattr(model, prefix)  # AutoModel: no head, quantized or not
+    base = bool(prefix) and not hasattr(model, prefix)
+    headless = base and output_head(model) is None  # AutoModel: no head, quantized or not
     layers = {name: layer for name, layer in config.layers.items() if not headless or name.startswith(f"{prefix}.")}
     install_layers(model, {names[name]: layer for name, layer in layers.items()})
 
