@@ -26,9 +26,9 @@ bcqExpertsGemv(const uint4* __restrict__ tiles,    // sign tiles of all experts
     waitForPriorKernels();  // one of them may write the choices
     const int pair = blockIdx.z;
     const long long expert = chosen[pair];
-    y += size_t(pair) * N;
     if (expert < 0 || expert >= experts) {
-        for (int n = blockIdx.x * blockDim.x + threadIdx.x; n < N; n += gridDim.x * blockDim.x) y[n] = 0;
+        uint16* row = y + size_t(pair) * N;
+        for (int n = blockIdx.x * blockDim.x + threadIdx.x; n < N; n += gridDim.x * blockDim.x) row[n] = 0;
         return;
     }
     const size_t tileRow = size_t(expert) * ((N + kTileN - 1) / kTileN);
@@ -36,7 +36,7 @@ bcqExpertsGemv(const uint4* __restrict__ tiles,    // sign tiles of all experts
     const size_t scaleBytes = size_t(groups) * kTileN * entries * kScaleBits / kBitsPerByte;
     multiplyWeight<BinaryProduct<kBits, kSegment, kScaleBits, 1, kStepTiles>, kWarps, kStages>(
         {tiles + tileRow * tileVectors, static_cast<const unsigned char*>(scales) + tileRow * scaleBytes,
-         factors ? factors + tileRow * kTileN : nullptr, x + size_t(pair / choices) * K,
-         bias ? bias + size_t(expert) * N : nullptr, nullptr, y, 1, N, K, groups, groupMagic, entries, passTiles,
-         rangeTiles, longRanges, dtype, kNoActivation, vectors});
+         kScaleBits == 8 ? factors + tileRow * kTileN : nullptr, x + size_t(pair / choices) * K,
+         bias, nullptr, y, 1, N, K, groups, groupMagic, entries, passTiles,
+         rangeTiles, longRanges, dtype, kNoActivation, vectors, chosen});
 }

@@ -25,7 +25,7 @@ __device__ __forceinline__ float laneMax(float value) {
 // a token's weights push it out of L2. Shared memory: a float for every entry of a split. Small blocks are for
 // many sequences: several share a multiprocessor, and one computes while others wait for memory.
 template <int kHeadDim, int kDtype, int kThreads>
-__global__ void __launch_bounds__(kThreads, QK_ATTENTION_THREADS / kThreads)
+__global__ void __launch_bounds__(kThreads, kThreads < QK_ATTENTION_THREADS ? 3 : 1)
 decodeAttention(const uint16* q,                    // [sequences, heads, kHeadDim]; written until the wait: no __restrict__
                 const uint16* key,                  // [sequences, kv heads, kHeadDim] of the tokens
                 const uint16* value,

@@ -46,6 +46,7 @@ from quantkit.ops.bcq.instances import (
     SEGMENTS,
     TILE_K,
     GemvCase,
+    GemvTile,
     gemv_tile,
 )
 from quantkit.ops.bcq.launch import (
@@ -64,6 +65,8 @@ ROUTE = CompileUnit(KernelSource("bcq/route.cu", CONSTANTS), "bcqRoute")
 MOST_EXPERTS = 1024
 """Whose counts a block of bcqRoute keeps."""
 _MOST_GEMV_PAIRS = 65535  # blocks along the third dimension of a grid
+_MANY_REGISTERS = {(4, 256, 16), (3, 32, 8)}  # bits, segment, scale bits: more than a thread of 16 warps has
+_FEWER_WARPS = 8
 _GEMV_SHARE = 2  # pairs an expert up to which products of one token are faster on an H200: many weights come from L2
 
 
@@ -141,7 +144,7 @@ def gemv_launch(product: ExpertsProduct, gpu: Gpu) -> Launch:
     case = GemvCase(weight.weight_bits, segment, weight.scale_bits, tokens=1)
     counts = tile_counts(weight.out_features, weight.in_features)
     own = replace(gpu, processors=max(1, gpu.processors // pairs))  # of a pair: all of them run at once
-    tile = gemv_tile(case, gpu.architecture)
+    tile = _tile(case, gpu.architecture)
     plan = plan_gemv(case, entries=weight.entries, tile_counts=counts, gpu=own, tile=tile)
     range_tiles, long_ranges = divmod(counts[0], plan.blocks // plan.cluster)
     return Launch(
@@ -245,8 +248,13 @@ def experts_layouts(it: GemmProblem, experts: int) -> list[GemmLayout]:
     return spread_layouts(it, lambda shape: ceil(max(active, it.tokens / shape.tokens + active / 2)))
 
 
+def _tile(case: GemvCase, row: Architecture) -> GemvTile:
+    wide = (case.weight_bits, case.segment, case.scale_bits) in _MANY_REGISTERS
+    return gemv_tile(case, row, most_warps=_FEWER_WARPS) if wide else gemv_tile(case, row)
+
+
 def _gemv_unit(case: GemvCase, row: Architecture) -> CompileUnit:
-    tile = gemv_tile(case, row)
+    tile = _tile(case, row)
     arguments = (case.weight_bits, case.segment, case.scale_bits, tile.warps, tile.step_tiles, tile.stages)
     return CompileUnit(GEMV_SOURCE, "bcqExpertsGemv", arguments)
 
