@@ -75,7 +75,7 @@ def run_decode(bench: DecodeBench) -> Iterator[DecodeResult]:
     Raises BenchError for a method with a folder, a missing method with a shape, a wrong result, or too little memory.
     """
     if min(bench.prompt, bench.new, *bench.batches) < 1:
-        raise BenchError("`prompt`, `new` and `batch` must be at least 1")
+        raise BenchError("prompt, new tokens and sequences must be at least 1 each")
     if Path(bench.model).is_dir():
         if bench.method is not None:
             raise BenchError(f"`method`: only with a shape's name; {bench.model} is a folder and is run as it is")

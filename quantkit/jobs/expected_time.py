@@ -11,7 +11,7 @@ import torch
 from quantkit.calibration.artifact import Calibration
 from quantkit.formats.base import Shape
 from quantkit.methods import METHODS, LayerPlan
-from quantkit.models.families import block_linears, linear_shape
+from quantkit.models.families import linear_shape
 from quantkit.models.stream import ModelStream
 from quantkit.quantizers.base import LayerInput
 from quantkit.stats import HISTOGRAM_BINS, LayerStats
@@ -30,7 +30,7 @@ def expected_seconds(stream: ModelStream, plans: Mapping[str, LayerPlan], artifa
 
     A sample of each method and its settings gives the time per weight, a product the time per operation.
     """
-    shapes = {name: linear_shape(module) for name, module in block_linears(stream.model).items() if name in plans}
+    shapes = {name: linear_shape(stream.model.get_submodule(name)) for name in plans}
     calibrated = {name for name, plan in plans.items() if METHODS[plan.method].needs_hessian(plan.settings)}
     per_operation = _seconds_per_operation(stream.device)
     rates: dict[str, float] = {}

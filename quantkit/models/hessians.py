@@ -89,8 +89,8 @@ def _join(
 
 def _split(x: Tensor, linear: nn.Module) -> tuple[Tensor, Tensor | None]:
     """(x [tokens, K], routing weights [tokens] fp32 or None) of what _join gave."""
-    columns = linear_shape(linear)[1]
-    return x[:, :columns], x[:, columns].float() if x.shape[1] > columns else None
+    _, k = linear_shape(linear)
+    return x[:, :k], x[:, k].float() if x.shape[1] > k else None
 
 
 def _temper(hessian: Tensor, tokens: int) -> None:

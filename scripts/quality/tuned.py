@@ -52,6 +52,7 @@ def calibrated(options: argparse.Namespace, original: Any, tokenizer: Any) -> Ca
         seq_len=options.calibration_seq_len,
         seed=0,
     )
+    assert found is not None  # of the first rank, and there is one
     ids = tokenize(tokenizer, corpus.text, name=corpus.name)
     chosen = shuffled_windows(ids, options.calibration_seq_len, options.windows, seed=0, name=corpus.name)
     return replace(found, windows=chosen.to(torch.int32))
