@@ -14,17 +14,19 @@ __all__ = ["__version__", "load"]
 
 
 def load(
-    folder: str, *, device: str = "cpu", dtype: Any = None, layout: Literal["latency", "batch"] = "latency"
+    folder: str, *, device: str | None = None, dtype: Any = None, layout: Literal["latency", "batch"] = "latency"
 ) -> PreTrainedModel:
     """The model of a quantkit checkpoint, ready to generate.
 
-    dtype: of the activations and unquantized weights; the checkpoint's own by default. layout: the order of bcq weights
-    on a GPU, for one to four tokens at a time ("latency") or for more ("batch").
+    device: by default the first GPU, else the CPU.
+    dtype: of the activations and unquantized weights; the checkpoint's own by default.
+    layout: the order of bcq weights on a GPU, for one to four tokens at a time ("latency") or for more ("batch").
     Raises CheckpointError for a folder that is no quantkit checkpoint or is damaged.
     """
     from quantkit.integrations.transformers import load_checkpoint
+    from quantkit.models.loading import first_device
 
-    return load_checkpoint(folder, device=device, dtype=dtype, layout=layout)
+    return load_checkpoint(folder, device=device or first_device(), dtype=dtype, layout=layout)
 
 
 when_transformers_loads()

@@ -7,7 +7,12 @@ from types import TracebackType
 
 
 class QuantkitError(Exception):
-    """Base of every expected failure; the message says what, where and what to do."""
+    """Base of every expected failure; the message says what, where and what to do.
+
+    told: whether another process, of which this one is a helper, tells the user.
+    """
+
+    told = False
 
 
 class ModelError(QuantkitError):

@@ -19,6 +19,8 @@ from quantkit.quantizers.flatten import quantizer as flatten
 from quantkit.quantizers.flatten import smoothing
 from quantkit.recipe import Recipe, nearest
 
+_HEAD_METHOD, _HEAD_GROUP = "rtn", 128
+
 
 def _never(settings: Any) -> bool:
     return False
@@ -47,6 +49,7 @@ class Method:
         outside the decoder blocks and then for each block, and edits what is not on the meta device.
     hessian_features: (LayerInput without Hessian, settings) -> what the Hessian is taken of, a function of the
         layer's input x [M, K] giving [M, C]; None: x itself.
+    independent_rows: whether each row of a weight is quantized without regard to the others.
     """
 
     settings: type[Any]
@@ -56,6 +59,7 @@ class Method:
     needs_hessian: Callable[[Any], bool] = _never
     transform: Callable[[nn.Module, Mapping[str, LayerPlan], Any], Transformed] | None = None
     hessian_features: Callable[[LayerInput, Any], Callable[[Tensor], Tensor]] | None = None
+    independent_rows: bool = False
 
 
 def _always(settings: Any) -> bool:
@@ -63,7 +67,14 @@ def _always(settings: Any) -> bool:
 
 
 METHODS: dict[str, Method] = {
-    "bcq": Method(bcq.BcqSettings, bcq.quantize, bcq.stored_specs, needs_hessian=bcq.needs_hessian),
+    "bcq": Method(
+        bcq.BcqSettings,
+        bcq.quantize,
+        bcq.stored_specs,
+        needs_hessian=bcq.needs_hessian,
+        transform=rotation.fold_rotation,
+        independent_rows=True,
+    ),
     "bipolar": Method(
         bipolar.BipolarSettings,
         bipolar.quantize,
@@ -82,14 +93,22 @@ METHODS: dict[str, Method] = {
         hessian_features=flatten.flattened_activations,
     ),
     "hqq": Method(hqq.HqqSettings, hqq.quantize, hqq.stored_specs),
-    "rtn": Method(rounding.RtnSettings, rounding.quantize, rounding.stored_specs, needs_hessian=rounding.needs_hessian),
+    "rtn": Method(
+        rounding.RtnSettings,
+        rounding.quantize,
+        rounding.stored_specs,
+        needs_hessian=rounding.needs_hessian,
+        transform=rotation.fold_rotation,
+        independent_rows=True,
+    ),
 }
 
 
 def plan_layers(recipe: Recipe, layers: list[str]) -> dict[str, LayerPlan]:
     """The plan of every layer the recipe does not keep in floating point, by module name.
 
-    Raises RecipeError for an unknown method or setting, an impossible value, or a glob that matches no layer.
+    Raises RecipeError for an unknown method or setting, an impossible value, a glob that matches no layer, or two
+    methods that rotate.
     """
     for rule in recipe.layers:
         if not any(fnmatchcase(layer, rule.match) for layer in layers):
@@ -101,7 +120,24 @@ def plan_layers(recipe: Recipe, layers: list[str]) -> dict[str, LayerPlan]:
             plans[layer] = LayerPlan(method, _settings(recipe.name, method, settings))
     if not plans:
         raise RecipeError(f"recipe {recipe.name}: 'keep' leaves no layer to quantize")
+    rotating = sorted({plan.method for plan in plans.values() if getattr(plan.settings, "rotate", False)})
+    if len(rotating) > 1:
+        raise RecipeError(f"recipe {recipe.name}: {' and '.join(rotating)} both rotate; the residual stream turns once")
     return plans
+
+
+def head_plan(bits: int) -> LayerPlan:
+    """The plan of a language-model head in so many bits, whatever the recipe's method.
+
+    Round-to-nearest, as nothing is calibrated behind the last norm. Raises RecipeError for impossible bits.
+    """
+    return LayerPlan(_HEAD_METHOD, METHODS[_HEAD_METHOD].settings(weight_bits=bits, group_size=_HEAD_GROUP))
+
+
+def head_spec(bits: int) -> Any:
+    """What head_plan stores."""
+    plan = head_plan(bits)
+    return METHODS[plan.method].stored_specs(plan.settings, (1, 1))[0]
 
 
 def check_recipe(recipe: Recipe) -> None:

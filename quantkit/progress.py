@@ -12,6 +12,8 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from quantkit.ranks import is_first_rank
+
 LINE_SECONDS = 30.0
 
 Item = TypeVar("Item")
@@ -22,6 +24,9 @@ def track(items: Iterable[Item], description: str, total: int | None = None) -> 
 
     Where stderr is no terminal that is a line every 30 seconds, also while one item takes longer.
     """
+    if not is_first_rank():
+        yield from items
+        return
     console = Console(stderr=True)
     if not console.is_terminal:
         count = len(items) if total is None and isinstance(items, Sized) else total
@@ -40,7 +45,9 @@ def track(items: Iterable[Item], description: str, total: int | None = None) -> 
 
 
 def say(line: str) -> None:
-    """One line on stderr; a stderr that takes nothing changes nothing."""
+    """One line on stderr, from the first rank; a stderr that takes nothing changes nothing."""
+    if not is_first_rank():
+        return
     with suppress(OSError, ValueError, AttributeError):
         print(f"quantkit: {line}", file=sys.stderr, flush=True)
 

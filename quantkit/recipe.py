@@ -5,6 +5,9 @@ method: bcq                                   # a row of METHODS
 settings: {weight_bits: 4, group_size: 128}   # that method's settings; unset ones take their defaults
 keep: ["lm_head"]                             # modules left in floating point; globs on module names
 attention_bits: 8                             # optional: attention in INT8 too (runtime/int8_attention.py)
+tune: {epochs: 8}                             # optional: tuning by gradient afterwards (tuning/settings.py)
+head_bits: 6                                  # optional: the language-model head too, in 1 to 8 bits (methods.py)
+prefix: auto                                  # optional: store the calibration's prefix (runtime/prefix.py)
 layers:                                       # exceptions; the first matching glob wins
   - {match: "*.mlp.down_proj", weight_bits: 5}
 """
@@ -22,8 +25,12 @@ from quantkit.errors import RecipeError
 from quantkit.storage.documents import parse_yaml, read_yaml
 
 SCHEMA = 1
-_KEYS = ("schema", "method", "settings", "keep", "attention_bits", "layers")
+_OPTIONS = ("attention_bits", "head_bits", "tune", "prefix")
+_KEYS = ("schema", "method", "settings", "keep", *_OPTIONS, "layers")
 _ATTENTION_BITS = (None, 8)
+_HEAD_BITS = (None, *range(1, 9))
+_PREFIXES = (None, "auto")
+_TUNE = "tune."  # begins a setting of that section
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,11 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as written, overrides applied; names are checked against METHODS when it is resolved."""
+    """A recipe as written, overrides applied; names are checked against METHODS when it is resolved.
+
+    tune: settings of the tuning that follows, or None for none.
+    head_bits: of the language-model head, whatever ``keep`` names; None leaves it in floating point.
+    """
 
     name: str
     method: str
@@ -45,6 +56,9 @@ class Recipe:
     keep: tuple[str, ...] = ("lm_head",)
     layers: tuple[LayerRule, ...] = ()
     attention_bits: int | None = None
+    tune: Mapping[str, Any] | None = None
+    head_bits: int | None = None
+    prefix: str | None = None
 
     def keeps(self, layer: str) -> bool:
         """Whether the layer stays in floating point."""
@@ -65,13 +79,13 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """The recipe as a YAML or JSON document that parse_recipe reads back."""
         rules = [{"match": r.match, **({"method": r.method} if r.method else {}), **r.settings} for r in self.layers]
-        attention = {} if self.attention_bits is None else {"attention_bits": self.attention_bits}
+        options = {name: value for name in _OPTIONS if (value := getattr(self, name)) is not None}
         return {
             "schema": SCHEMA,
             "method": self.method,
             "settings": dict(self.settings),
             "keep": list(self.keep),
-            **attention,
+            **options,
             "layers": rules,
         }
 
@@ -96,7 +110,10 @@ def load_recipe(name_or_file: str, settings: Iterable[str] = ()) -> Recipe:
 
 
 def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """The document with ``key=value``: method, keep and attention_bits are keys of its own, all others settings."""
+    """The document with ``key=value``: keys of a recipe stay its own, all others are settings.
+
+    ``tune.key=value`` is a setting of the section tune.
+    """
     own = document.get("settings") or {}
     if not isinstance(own, dict):
         return document  # which parse_recipe refuses
@@ -106,7 +123,11 @@ def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str
         if not separator or not key:
             raise RecipeError(f"`settings` {given}: expected key=value, for example group_size=64")
         value = parse_yaml(text, f"`settings` {given}", RecipeError)
-        target = merged if key in ("method", "keep", "attention_bits") else merged["settings"]
+        if key.startswith(_TUNE):
+            tune = merged.get("tune")
+            merged["tune"] = {**(tune if isinstance(tune, dict) else {}), key.removeprefix(_TUNE): value}
+            continue
+        target = merged if key in ("method", "keep", *_OPTIONS) else merged["settings"]
         target[key] = value
     return merged
 
@@ -134,6 +155,19 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
     attention_bits = document.get("attention_bits")
     if attention_bits not in _ATTENTION_BITS or isinstance(attention_bits, float):
         raise RecipeError(f"recipe {where}: attention_bits is {attention_bits!r}; choose 8, or leave it out for none")
+    tune = document.get("tune")
+    if not isinstance(tune, dict | None):
+        raise RecipeError(f"recipe {where}: tune is {tune!r}; it is a mapping, or left out for none")
+    head_bits = document.get("head_bits")
+    if head_bits not in _HEAD_BITS or isinstance(head_bits, bool | float):
+        raise RecipeError(f"recipe {where}: head_bits is {head_bits!r}; choose 1 to 8, or leave it out for none")
+    prefix = document.get("prefix")
+    if prefix not in _PREFIXES:
+        raise RecipeError(f"recipe {where}: prefix is {prefix!r}; choose auto, or leave it out for none")
+    if prefix is not None and attention_bits is not None:
+        raise RecipeError(
+            f"recipe {where}: prefix and attention_bits exclude each other: INT8 attention takes no prefix"
+        )
     return Recipe(
         name=name,
         method=document["method"],
@@ -141,6 +175,9 @@ def parse_recipe(document: Mapping[str, Any], name: str, where: str) -> Recipe:
         keep=tuple(keep),
         layers=tuple(_parse_rule(rule, where) for rule in rules),
         attention_bits=attention_bits,
+        tune=tune,
+        head_bits=head_bits,
+        prefix=prefix,
     )
 
 

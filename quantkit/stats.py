@@ -28,6 +28,8 @@ class LayerStats:
     histogram: [HISTOGRAM_BINS] int64, counts of |x| over the bins of ``histogram_edges``, all channels together.
     sample: [R, K] fp32, rows of x drawn without replacement, R <= SAMPLE_ROWS; the same tokens in every layer.
     tokens: number of rows seen; of an expert, those that were routed to it.
+    vocabulary_absmax: [K] fp32, max |x| over tokens of the vocabulary in random order, or None where none were run:
+        what a text that is unlike the calibration may bring. No other statistic counts these tokens.
     """
 
     absmax: Tensor
@@ -36,6 +38,11 @@ class LayerStats:
     histogram: Tensor
     sample: Tensor
     tokens: int
+    vocabulary_absmax: Tensor | None = None
+
+    def reach(self) -> Tensor:
+        """[K] fp32, the largest |x| seen at all."""
+        return self.absmax if self.vocabulary_absmax is None else self.absmax.maximum(self.vocabulary_absmax)
 
     def tempered(self) -> LayerStats:
         """The same with every channel's mean square moved towards their mean: as far as so few tokens prove little."""

@@ -29,6 +29,15 @@ SPEED_LINES = {  # what was measured: its name and colour here
     "nuqmm-q4-g128": ("4 bits", "#08519c"),
     "nuqmm-q2-g128": ("2 bits", "#6baed6"),
 }
+SERVING_FILE, SERVING_MODEL = "serving-h200.json", "llama-3-8b"
+SERVING_LINES = {  # a setting of scripts/serve_bench.py on one GPU: its name and colour here
+    "fp16": ("fp16", "#555555"),
+    "fp8": ("fp8", "#969696"),
+    "machete": ("W4A16 by Machete", "#41ab5d"),
+    "marlin": ("W4A16 by Marlin", "#e6550d"),
+    "bcq-w4-g128": ("quantkit, 4 bits", "#08519c"),
+    "bcq-w2-g128": ("quantkit, 2 bits", "#6baed6"),
+}
 MODELS = {"wiki-opt-34m": (22.8, 60.0), "smollm2-135m": (17.8, 60.0)}  # range of the axis of perplexity
 GREY = "#555555"
 DPI = 105
@@ -84,6 +93,37 @@ def quality_points(model: str) -> dict[str, list[tuple[float, float]]]:
         ]
         points[series.label] = sorted(found)
     return points
+
+
+def serving_lines(results: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
+    """By key of SERVING_LINES that was measured, (batch, tokens per second of all sequences), sorted."""
+    lines = {}
+    for what in SERVING_LINES:
+        steps = results.get(f"{SERVING_MODEL} {what} tp1", {}).get("ms_per_step", {})
+        if steps:
+            lines[what] = sorted((int(batch), 1e3 * int(batch) / ms) for batch, ms in steps.items())
+    return lines
+
+
+def draw_serving(path: Path) -> None:
+    """Tokens per second against the number of sequences."""
+    document = read(SERVING_FILE)
+    figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    batches: set[int] = set()
+    for what, points in serving_lines(document["results"]).items():
+        label, colour = SERVING_LINES[what]
+        batches |= {batch for batch, _ in points}
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, linewidth=2, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(sorted(batches), [str(batch) for batch in sorted(batches)])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+    axes.set(xlabel="sequences at once", ylabel="tokens per second, all sequences")
+    axes.legend(frameon=False, fontsize=9)
+    facts = document["environment"]
+    title = f"{SERVING_MODEL} through vLLM {facts['packages']['vllm']}\n{facts['gpus'][0]}"
+    axes.set_title(title, fontsize=10, loc="left")
+    save(figure, [axes], path)
 
 
 def draw_speed(path: Path) -> None:
@@ -148,6 +188,7 @@ def main() -> None:
     OUT.mkdir(exist_ok=True)
     draw_speed(OUT / "speed.png")
     draw_quality(OUT / "quality.png")
+    draw_serving(OUT / "serving.png")
     print(*(f"{path.name} {path.stat().st_size} bytes" for path in sorted(OUT.glob("*.png"))), sep="\n")
 
 

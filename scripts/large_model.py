@@ -12,11 +12,13 @@ after every command, the folder removed at the end. Disk for the model and its r
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,8 +41,11 @@ RECIPE, CALIBRATED_RECIPE = "bcq-w4-g128", "bcq-w4-g128-comp"
 COMMANDS = ("quantize", "calibrate", "quantize-calibrated", "perplexity", "divergence")
 
 
-def make_model(shape: str, blocks: int, folder: Path) -> int:
-    """Write a random bf16 model, a file for each decoder block and one for the rest; bytes of its weights."""
+def make_model(shape: str, blocks: int, folder: Path, device: str) -> int:
+    """Write a random bf16 model, a file for each decoder block and one for the rest; bytes of its weights.
+
+    device: where the random numbers are drawn, which are other numbers on another kind of device.
+    """
     config = shape_config(MODELS[shape])
     config.num_hidden_layers = blocks
     config.dtype = "bfloat16"
@@ -48,7 +53,7 @@ def make_model(shape: str, blocks: int, folder: Path) -> int:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     prefixes = [f"{prefix}." for prefix, _ in decoder_blocks(model)]
     names = list(model.state_dict(keep_vars=True).items())
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator(device).manual_seed(SEED)
     folder.mkdir(parents=True)
     weight_map: dict[str, str] = {}
     total = 0
@@ -72,7 +77,7 @@ def make_model(shape: str, blocks: int, folder: Path) -> int:
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     if len(shape) == 1:  # of a norm
         return torch.ones(shape, dtype=torch.bfloat16)
-    return (torch.randn(shape, generator=generator) * SPREAD).bfloat16()
+    return (torch.randn(shape, generator=generator, device=generator.device) * SPREAD).bfloat16().cpu()
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -84,38 +89,99 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def measure(arguments: list[str]) -> dict[str, Any]:
-    """Run one quantkit command; its seconds and peak resident bytes. It ends this script where it fails."""
+def measure(arguments: list[str], ranks: int) -> dict[str, Any]:
+    """Run one quantkit command, of so many processes; its seconds and peak bytes. It ends this script where it fails.
+
+    The resident set is that of the one process, or of the largest of several.
+    """
     print("$ quantkit", *arguments, file=sys.stderr, flush=True)
+    start = [sys.executable, "-m"]
+    if ranks > 1:
+        start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     started = time.perf_counter()
-    process = subprocess.Popen([sys.executable, "-m", "quantkit", *arguments], stdout=sys.stderr)
-    _, status, usage = os.wait4(process.pid, 0)
+    with GpuPeak() as gpu:
+        process = subprocess.Popen([*start, "quantkit", *arguments], stdout=sys.stderr)
+        _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - started
     if status:
         raise BenchError(f"quantkit {arguments[0]} ended with {os.waitstatus_to_exitcode(status)}")
     processor = usage.ru_utime + usage.ru_stime
     row = {"seconds": seconds, "processor_seconds": processor, "peak_bytes": usage.ru_maxrss * 1024}
-    print(f"{row['peak_bytes'] / 1e9:.2f} GB, {seconds:.1f} s, {processor:.1f} s of processors", file=sys.stderr)
+    if gpu.bytes is not None:
+        row["gpu_peak_bytes"] = gpu.bytes
+    gpu_text = "" if gpu.bytes is None else f", {gpu.bytes / 1e9:.2f} GB of the first GPU"
+    print(
+        f"{row['peak_bytes'] / 1e9:.2f} GB{gpu_text}, {seconds:.1f} s, {processor:.1f} s of processors",
+        file=sys.stderr,
+        flush=True,
+    )
     return row
+
+
+class GpuPeak:
+    """The most memory of the first GPU that other processes took while this was entered; None without a GPU."""
+
+    def __init__(self) -> None:
+        self.bytes: int | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> GpuPeak:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            self._before, _ = torch.cuda.mem_get_info(0)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.02):
+            free, _ = torch.cuda.mem_get_info(0)
+            self.bytes = max(self.bytes or 0, self._before - free)
 
 
 def command_arguments(command: str, model: Path, work: Path, options: argparse.Namespace) -> list[str]:
     """What quantkit is called with; the results stand in ``work``."""
     artifact, plain, calibrated = work / "c.safetensors", work / "plain", work / "calibrated"
     device = ["--device", options.device]
+    hidden = ["--activations", options.activations]
     text = ["--dataset", "pydoc", "--seq-len", str(options.seq_len)]
     few = ["--max-windows", str(options.evaluated)]
     settings = [part for each in options.set or () for part in ("--set", each)]
     return {
         "quantize": ["quantize", str(model), "--recipe", RECIPE, "-o", str(plain), *settings, *device],
-        "calibrate": ["calibrate", str(model), *text, "--windows", str(options.windows), "-o", str(artifact), *device],
+        "calibrate": [
+            "calibrate",
+            str(model),
+            *text,
+            "--windows",
+            str(options.windows),
+            "-o",
+            str(artifact),
+            *device,
+            *hidden,
+        ],
         "quantize-calibrated": [
             *("quantize", str(model), "--recipe", CALIBRATED_RECIPE, "--calibration", str(artifact)),
-            *("-o", str(calibrated), *settings, *device),
+            *("-o", str(calibrated), *settings, *device, *hidden),
         ],
-        "perplexity": ["eval", "perplexity", str(plain), *text, *few, *device],
-        "divergence": ["eval", "divergence", str(model), str(plain), *text, *few, *device],
+        "perplexity": ["eval", "perplexity", str(plain), *text, *few, *device, *hidden],
+        "divergence": ["eval", "divergence", str(model), str(plain), *text, *few, *device, *hidden],
     }[command]
+
+
+def written_digest(work: Path, command: str) -> str:
+    """One sha256 of the weight files, or the artifact, that a command wrote."""
+    written = {"calibrate": "c.safetensors", "quantize": "plain/*.safetensors"}
+    digest = hashlib.sha256()
+    for path in sorted(work.glob(written.get(command, "calibrated/*.safetensors"))):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def run_shape(blocks: int, commands: list[str], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -123,9 +189,11 @@ def run_shape(blocks: int, commands: list[str], options: argparse.Namespace) -> 
     work: Path = options.folder / f"{options.shape}-{blocks}"
     rows: dict[str, dict[str, Any]] = {}
     try:
-        size = make_model(options.shape, blocks, work / "model")
+        size = make_model(options.shape, blocks, work / "model", options.device)
         for command in commands:
-            rows[command] = measure(command_arguments(command, work / "model", work, options))
+            rows[command] = measure(command_arguments(command, work / "model", work, options), options.ranks)
+            if options.digests:
+                rows[command]["sha256"] = written_digest(work, command)
             yield {"blocks": blocks, "model_bytes": size, "commands": rows}
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -155,6 +223,9 @@ def main() -> None:
     parser.add_argument("--evaluated", type=int, default=4, help="windows of eval")
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="recipe setting, such as rounds=1")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--activations", default="fp32", help="what hidden states are stored in: fp32 or bf16")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that share calibrate and quantize")
+    parser.add_argument("--digests", action="store_true", help="also a sha256 of what calibrate and quantize write")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     (shape,) = chosen("--shape", options.shape, MODELS)
@@ -166,6 +237,8 @@ def main() -> None:
         "windows": options.windows,
         "seq_len": options.seq_len,
         "settings": options.set or [],
+        "activations": options.activations,
+        "ranks": options.ranks,
         "runs": [],
     }
     done: list[dict[str, Any]] = []

@@ -1,13 +1,15 @@
 """vLLM's decoding and first tokens for a model's shape: fp16, what vLLM itself quantizes, and quantkit's checkpoints.
 
 python scripts/serve_bench.py --model llama-3-8b
-    --settings fp16,fp8,machete,marlin,bcq-w4-g128,bcq-w3-g128,bcq-w2-g128,flatten-o1,bipolar-w4a8
+    --settings fp16,fp8,machete,marlin,humming,bcq-w4-g128,bcq-w4-g128-head6,bcq-w3-g128,bcq-w2-g128,flatten-o1
     --batches 1,4,8,16,32,64,128 --first 1x128,1x1024,16x1024 --tensor-parallel 1 --json serving.json
 
 Weights are made up (vLLM's load format "dummy"), so a folder with config.json is all that a setting needs. Each setting
-runs in a process of its own. A step's time is what 96 more tokens take, over 96; every time is the least of --repeats.
---check-graphs also runs each setting without CUDA graphs and compares the probabilities of its tokens. Settings that
-are in the JSON file already are kept.
+runs in a process of its own (scripts/serve_measure.py). A step's time is what 96 more tokens take, over 96; every time
+is the least of --repeats. Energy is NVML's counter of all GPUs over the same calls, their prompts included.
+--tensor-parallel N with --profile gives the share of communication in the time of all kernels. --check-graphs also runs
+each setting without CUDA graphs and compares the probabilities of its tokens. --no-compile starts in half the time:
+CUDA graphs of whole steps, without torch.compile. Settings that are in the JSON file already are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -28,16 +29,18 @@ from typing import Any
 import torch
 
 from quantkit.bench.flatten_layers import flatten_spec
-from quantkit.bench.methods import method_spec
+from quantkit.bench.methods import method_spec, with_head
 from quantkit.bench.shapes import ModelShape, model_shape, shape_config
 from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, config_to_json
 from quantkit.errors import BenchError
 from quantkit.jobs.serve import VLLM_DISTRIBUTIONS, serving_problem
 from quantkit.models.families import block_linears, linear_shape
-from scripts.common import command_line, markdown_table, read_document, run_script, write_document
+from quantkit.models.structure import output_head, untie_head
+from scripts.common import command_line, markdown_table, read_document, replace_section, run_script, write_document
+from scripts.serve_measure import Work
 
-PROMPT, WARM_UP_TOKENS, CHECKED_TOKENS = 32, 9, 8
-DEFAULT = "fp16,fp8,machete,marlin,bcq-w4-g128,bcq-w3-g128,bcq-w2-g128,flatten-o1,bipolar-w4a8"
+ROOT = Path(__file__).parents[1]
+DEFAULT = "fp16,fp8,machete,marlin,humming,bcq-w4-g128,bcq-w3-g128,bcq-w2-g128,flatten-o1,bipolar-w4a8"
 W4A16 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -61,6 +64,8 @@ W4A16 = {
     },
 }
 
+HUMMING = {"quant_method": "humming", "b_dtype": "uint4", "weight_scale_group_size": 128}
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -75,27 +80,13 @@ PEERS: dict[str, Peer] = {
     "fp16": Peer(),
     "fp8": Peer(options={"quantization": "fp8"}),
     "machete": Peer(W4A16),
+    "humming": Peer(HUMMING),
     "marlin": Peer(W4A16, environment={"VLLM_DISABLED_KERNELS": "MacheteLinearKernel"}),
 }
 
 
-@dataclass(frozen=True)
-class Work:
-    """What one process measures. firsts: (sequences, tokens of each) of first tokens."""
-
-    folder: str
-    options: Mapping[str, Any]
-    batches: tuple[int, ...]
-    firsts: tuple[tuple[int, int], ...]
-    steps: int
-    repeats: int
-
-
 def main() -> None:
     options = _arguments()
-    if options.child is not None:
-        _measure(Work(**json.loads(options.child.read_text())), options.child)
-        return
     names = options.settings.split(",")
     specs = {name: None if name in PEERS else _spec_maker(options.model, name) for name in names}
     problem = serving_problem()
@@ -110,7 +101,9 @@ def main() -> None:
             document["results"][key] = _run(options, shape, name, specs[name])
             write_document(options.json, document)
         _print(key, document["results"][key])
-    print(_table(document["results"]))
+    tables = _tables(document["results"])
+    print(tables)
+    replace_section(options.document, "serve-bench", tables)
 
 
 def _arguments() -> argparse.Namespace:
@@ -128,7 +121,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="without torch.compile and CUDA graphs")
     parser.add_argument("--check-graphs", action="store_true")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--no-compile", action="store_true", help="CUDA graphs without torch.compile: starts sooner")
+    parser.add_argument(
+        "--profile", action="store_true", help="also the share of communication, and the longest kernels"
+    )
+    parser.add_argument("--document", type=Path, help="Markdown file whose section serve-bench gets the tables")
     return parser.parse_args()
 
 
@@ -136,7 +133,7 @@ def _spec_maker(model: str, name: str) -> Callable[[int, int], Any]:
     """(number of a Linear, its K) -> its spec. Raises BenchError for an unknown name."""
     if name in ("smoothquant", "flatten-o1", "flatten-o3"):
         return lambda index, in_features: flatten_spec(model, name, index, in_features)
-    spec = method_spec(name)
+    spec = method_spec(with_head(name)[0])
     return lambda _index, _in_features: spec
 
 
@@ -157,7 +154,7 @@ def _run(options: argparse.Namespace, shape: ModelShape, name: str, spec: Callab
     firsts = tuple((int(n), int(length)) for n, _, length in (item.partition("x") for item in options.first.split(",")))
     with tempfile.TemporaryDirectory(prefix="serve-bench-") as root:
         folder = Path(root) / "model"
-        _write_folder(folder, shape, peer.section, spec, options.dtype)
+        _write_folder(folder, shape, peer.section, spec, with_head(name)[1], options.dtype)
         engine: dict[str, Any] = {
             "load_format": "dummy",
             "dtype": options.dtype,
@@ -170,13 +167,17 @@ def _run(options: argparse.Namespace, shape: ModelShape, name: str, spec: Callab
             "tensor_parallel_size": options.tensor_parallel,
             **peer.options,
         }
-        compilation = {"cudagraph_capture_sizes": sorted(batches)}
+        compilation: dict[str, Any] = {"cudagraph_capture_sizes": sorted(batches)}
+        if options.no_compile:
+            compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         engine |= {"enforce_eager": True} if options.eager else {"compilation_config": compilation}
-        work = Work(str(folder), engine, batches, firsts, options.steps, options.repeats)
+        work = Work(str(folder), engine, batches, firsts, options.steps, options.repeats, options.profile)
         result = _child(work, peer, Path(root) / "graphs.json")
         if options.check_graphs and "error" not in result:
             engine["compilation_config"] = {**compilation, "cudagraph_mode": "NONE"}
-            plain = _child(replace(work, options=engine, batches=(), firsts=()), peer, Path(root) / "plain.json")
+            plain = _child(
+                replace(work, options=engine, batches=(), firsts=(), profile=False), peer, Path(root) / "plain.json"
+            )
             result["same_without_graphs"] = plain.get("checked") == result["checked"]
         return result
 
@@ -186,6 +187,7 @@ def _write_folder(
     shape: ModelShape,
     section: Mapping[str, Any] | None,
     spec: Callable[[int, int], Any] | None,
+    head: Any,
     dtype: str,
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -198,8 +200,12 @@ def _write_folder(
     if spec is not None:
         linears = {name: linear_shape(module) for name, module in block_linears(model).items()}
         layers = {name: StoredLayer(spec(i, size[1]), size) for i, (name, size) in enumerate(linears.items())}
+        found = output_head(model)
+        if head is not None and found is not None:
+            untie_head(model)
+            layers[found[0]] = StoredLayer(head, linear_shape(found[1]))
         meta = {"recipe": "made up for a benchmark", "calibration": None}
-        section = config_to_json(CheckpointConfig(layers, ("lm_head",), meta))
+        section = config_to_json(CheckpointConfig(layers, () if head else ("lm_head",), meta))
     if section is not None:
         config.quantization_config = dict(section)
     config.save_pretrained(folder)
@@ -216,76 +222,37 @@ def _child(work: Work, peer: Peer, path: Path) -> Any:
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         **peer.environment,
     }
-    command = [sys.executable, __file__, "--child", str(path)]
-    done = subprocess.run(command, env={**os.environ, **variables}, stdout=sys.stderr, check=False)
+    command = [sys.executable, "-m", "scripts.serve_measure", str(path)]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, stdout=sys.stderr, check=False)
     answer = json.loads(path.read_text())
     return {"error": f"exit status {done.returncode}"} if done.returncode or "ms_per_step" not in answer else answer
-
-
-def _measure(work: Work, out: Path) -> None:
-    """In a process of its own: time the engine, and write what was found in the place of the work."""
-    from vllm import LLM, SamplingParams
-
-    began = time.perf_counter()
-    engine = LLM(work.folder, **work.options)
-    ready = time.perf_counter() - began
-
-    def prompts(count: int, length: int) -> list[Any]:
-        return [{"prompt_token_ids": [5 + (7 * n + i) % 1000 for i in range(length)]} for n in range(count)]
-
-    def settings(tokens: int, **more: Any) -> Any:
-        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
-
-    def seconds(count: int, length: int, tokens: int) -> float:
-        start = time.perf_counter()
-        engine.generate(prompts(count, length), settings(tokens), use_tqdm=False)
-        return time.perf_counter() - start
-
-    def least(*call: int) -> float:
-        return min(seconds(*call) for _ in range(work.repeats))
-
-    steps, firsts = {}, {}
-    for batch in work.batches:
-        seconds(batch, PROMPT, WARM_UP_TOKENS)
-        more, few = (least(batch, PROMPT, WARM_UP_TOKENS + extra) for extra in (work.steps, 0))
-        steps[str(batch)] = 1e3 * (more - few) / work.steps
-    for count, length in work.firsts:
-        seconds(count, length, 1)
-        firsts[f"{count}x{length}"] = 1e3 * least(count, length, 1)
-    (answer,) = engine.generate(prompts(1, PROMPT), settings(CHECKED_TOKENS, logprobs=1), use_tqdm=False)
-    checked = [{str(token): entry.logprob for token, entry in row.items()} for row in answer.outputs[0].logprobs or ()]
-    result = {
-        "ms_per_step": steps,
-        "first_token_ms": firsts,
-        "start_seconds": ready,
-        "model_bytes": engine.collective_rpc(_model_bytes),
-        "checked": checked,
-    }
-    out.write_text(json.dumps(result))
-
-
-def _model_bytes(worker: Any) -> int:
-    """Bytes that the weights of one worker take."""
-    return sum(tensor.nbytes for tensor in worker.get_model().parameters())
 
 
 def _print(key: str, result: Any) -> None:
     print(key, json.dumps({name: value for name, value in result.items() if name != "checked"}), flush=True)
 
 
-def _table(results: Mapping[str, Any]) -> str:
-    """ms per step by batch, ms to the first token, GB of weights per GPU."""
+def _tables(results: Mapping[str, Any]) -> str:
+    """ms per step by batch; then first tokens, weights and energy, and communication where it was measured."""
     good = {key: result for key, result in results.items() if "error" not in result}
     batches = list(dict.fromkeys(batch for result in good.values() for batch in result["ms_per_step"]))
+    steps = [[key, *(_cell(result["ms_per_step"].get(batch)) for batch in batches)] for key, result in good.items()]
+    tables = [markdown_table(["ms per step", *(f"batch {batch}" for batch in batches)], steps, left=1)]
     firsts = list(dict.fromkeys(first for result in good.values() for first in result["first_token_ms"]))
+    names = ["setting", *(f"first of {first}" for first in firsts), "GB per GPU", "mJ per token at batch 1"]
     rows = []
     for key, result in good.items():
-        times = [result["ms_per_step"].get(batch) for batch in batches]
-        times += [result["first_token_ms"].get(first) for first in firsts]
-        gigabytes = max(result["model_bytes"]) / 1e9
-        rows.append([key, *("-" if ms is None else f"{ms:.2f}" for ms in times), f"{gigabytes:.2f}"])
-    columns = ["setting", *(f"batch {batch}" for batch in batches), *(f"first of {first}" for first in firsts), "GB"]
-    return markdown_table(columns, rows, left=1)
+        times = [_cell(result["first_token_ms"].get(first)) for first in firsts]
+        energy, shares = result.get("millijoules_per_token", {}).get("1"), result.get("communication", {})
+        communication = "-" if not shares else ", ".join(f"{share:.0%} at {batch}" for batch, share in shares.items())
+        rows.append([key, *times, _cell(max(result["model_bytes"]) / 1e9), _cell(energy), communication])
+    tables.append(markdown_table([*names, "communication"], rows, left=1))
+    failed = [f"{key}: {result['error']}" for key, result in results.items() if "error" in result]
+    return "\n\n".join([*tables, *failed])
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 if __name__ == "__main__":

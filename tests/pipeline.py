@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from quantkit.evaluation.divergence import TokenScores, score_logits
 from quantkit.jobs.quantize import QuantizeOptions, QuantizeResult, quantize_model
 from quantkit.recipe import load_recipe
 
@@ -19,3 +24,10 @@ def quantize_tiny(model: Path, out: Path, recipe: str = "bcq-w4-g128", *override
         calibration=None,
         options=QuantizeOptions(),
     )
+
+
+@torch.no_grad()
+def window_scores(reference: Any, model: Any, window: Tensor) -> TokenScores:
+    """How the predictions of window[1:] by two models in memory differ; window: [seq_len]."""
+    logits = [each(window[None], use_cache=False).logits[0, :-1] for each in (reference, model)]
+    return score_logits(logits[0], logits[1], window[1:])

@@ -11,24 +11,25 @@ constexpr int kRowVectors = kBlockK * kShortBytes / kVectorBytes, kVectorValues 
 constexpr int kPaddedRow = kBlockK + 2;  // rows begin in different banks
 static_assert(kBlockTokens * kRowVectors == kThreads, "a vector a thread");
 
-__global__ void __launch_bounds__(kThreads)
-bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K]; see arrange.cuh
-           uint32* __restrict__ ready, int readyCount,  // of the product behind it, gemm.cuh: set to zero
-           int M, int K,
-           int tileTokens,  // of a token tile
-           int bits, int vectors) {  // vectors: rows of x are 16-byte aligned and K % 8 == 0
-    __shared__ uint16 rows[kBlockTokens][kPaddedRow];
-    const int row = threadIdx.x / kRowVectors, vector = threadIdx.x % kRowVectors;
-    const int m = blockIdx.y * kBlockTokens + row, k = blockIdx.x * kBlockK + vector * kVectorValues;
-    allowNextKernel();
-    waitForPriorKernels();
-    if (blockIdx.x == 0 && blockIdx.y == 0) {
-        for (int i = threadIdx.x; i < readyCount; i += kThreads) ready[i] = 0;
-    }
+namespace {
 
+using Rows = uint16[kBlockTokens][kPaddedRow];
+
+// The vector of a row of x that a thread puts in order: of the block's rows, of its row, of all rows, its first column.
+struct ThreadVector {
+    int row, vector, m, k;
+    __device__ __forceinline__ ThreadVector()
+        : row(threadIdx.x / kRowVectors), vector(threadIdx.x % kRowVectors), m(blockIdx.y * kBlockTokens + row),
+          k(blockIdx.x * kBlockK + vector * kVectorValues) {}
+};
+
+// present: whether token m has a row of x, which is row `source`.
+__device__ __forceinline__ void arrangeVector(Rows& rows, const ThreadVector& own, const uint16* x, uint4* arranged,
+                                              bool present, int source, int K, int tileTokens, int bits, int vectors) {
+    const int row = own.row, vector = own.vector, m = own.m, k = own.k;
     uint32 pairs[kVectorValues / 2] = {};
-    if (m < M) {
-        const uint16* from = x + size_t(m) * K + k;
+    if (present) {
+        const uint16* from = x + size_t(source) * K + k;
         if (vectors) {
             if (k < K) {
                 const uint4 raw = *reinterpret_cast<const uint4*>(from);
@@ -46,7 +47,7 @@ bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K
         *reinterpret_cast<uint32*>(&rows[row][vector * kVectorValues + 2 * i]) = pairs[i];
     }
     __syncthreads();
-    if (m >= M) return;
+    if (!present) return;
 
     const int panel = vector / kPanelChunks, chunk = vector % kPanelChunks;
     const int column = pairColumn(bits, panel * 2 + chunk / 4, chunk % 4), distance = pairDistance(bits);
@@ -58,4 +59,36 @@ bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K
     const int panels = (K + kTileK - 1) / kTileK * kTilePanels, place = m % tileTokens;
     const size_t target = ((size_t(m / tileTokens) * panels + blockIdx.x * 2 + panel) * tileTokens + place) * kPanelChunks;
     arranged[target + (chunk ^ place % kPanelChunks)] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+}  // namespace
+
+__global__ void __launch_bounds__(kThreads)
+bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K]; see arrange.cuh
+           uint32* __restrict__ ready, int readyCount,  // of the product behind it, gemm.cuh: set to zero
+           int M, int K,
+           int tileTokens,  // of a token tile
+           int bits, int vectors) {  // vectors: rows of x are 16-byte aligned and K % 8 == 0
+    __shared__ Rows rows;
+    const ThreadVector own;
+    allowNextKernel();
+    waitForPriorKernels();
+    if (blockIdx.x == 0 && blockIdx.y == 0) {
+        for (int i = threadIdx.x; i < readyCount; i += kThreads) ready[i] = 0;
+    }
+    arrangeVector(rows, own, x, arranged, own.m < M, own.m, K, tileTokens, bits, vectors);
+}
+
+// For experts: place m of their tiles takes row slots[m] / choices of x; places of no pair, -1, stay as they are.
+__global__ void __launch_bounds__(kThreads)
+bcqExpertsArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [pairs / choices, K]; see arrange.cuh
+                  const int* __restrict__ slots,  // [M], route.cu
+                  int choices,                    // pairs that share a row of x
+                  int M, int K, int tileTokens, int bits, int vectors) {
+    __shared__ Rows rows;
+    const ThreadVector own;
+    allowNextKernel();
+    waitForPriorKernels();
+    const int slot = own.m < M ? slots[own.m] : -1;
+    arrangeVector(rows, own, x, arranged, slot >= 0, slot / choices, K, tileTokens, bits, vectors);
 }

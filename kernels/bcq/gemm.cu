@@ -16,7 +16,7 @@ bcqGemm(const uint4* __restrict__ tiles, const uint4* __restrict__ scales, const
         const uint4* x, const uint16* __restrict__ bias, const uint16* residual, uint16* y, float* partials, uint32* ready,
         int M, int N, int K, int groups, uint32 groupMagic, int entries, int scaleBits, int segments, int stages,
         int rangeTiles, int longRanges, int ranges, int tokenTiles, int tokenBand, int wholeItems, int activation) {
-    multiplyTokens<GemmShape<kBits, kCodes, kAdds, kDtype, kTokens, kRowGroups, kPhases, kSlots>,
+    multiplyTokens<GemmShape<kBits, BlockOf<kCodes>::template Type, kAdds, kDtype, kTokens, kRowGroups, kPhases, kSlots>,
                    typename ProductsOf<kWarpgroup, kDtype, kTokens>::Type>(
         {tiles, scales, factors, x, bias, residual, y, partials, ready, M, N, K, groups, groupMagic, entries, scaleBits,
          segments, stages, rangeTiles, longRanges, ranges, tokenTiles, tokenBand, wholeItems, activation});

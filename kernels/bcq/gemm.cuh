@@ -107,10 +107,11 @@ struct StagePlace {
 };
 
 // Sizes of an instance.
-template <int kBits_, bool kCodes_, bool kAdds, int kDtype_, int kTokens_, int kRowGroups_, int kPhases_, int kSlots_>
+template <int kBits_, template <int> class Block, bool kAdds, int kDtype_, int kTokens_, int kRowGroups_, int kPhases_,
+          int kSlots_>
 struct GemmShape {
     static constexpr int kBits = kBits_, kDtype = kDtype_;
-    static constexpr bool kCodes = kCodes_;
+    using Words = PlaneWords<kBits_, Block>;
     using Row = Levels<kBits_, kAdds, kDtype_>;
     static constexpr int kTokens = kTokens_, kRowGroups = kRowGroups_, kPhases = kPhases_, kSlots = kSlots_;
     static constexpr int kGroups = kRowGroups * kPhases, kConsumers = kGroups * kGroupThreads;

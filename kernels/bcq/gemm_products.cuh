@@ -6,7 +6,8 @@
 // A warp's registers: what a launch allots, in steps of 8, less what the copying warps keep. More is never handed out.
 template <int kGroups, bool kConsumes>
 __device__ __forceinline__ void shareRegisters() {
-    constexpr int kAll = QK_PROCESSOR_REGISTERS, kMost = 240, kStep = 8, kKept = kGroups <= 3 ? 40 : 24;
+    constexpr int kAll = QK_PROCESSOR_REGISTERS, kMost = 240, kStep = 8;
+    constexpr int kKept = kGroups <= 3 ? 40 : kGroups == 4 ? 32 : 24;  // four groups get no more for a step less
     constexpr int kLaunched = kAll / (kGroupThreads * (kGroups + 1)) / kStep * kStep;
     constexpr int kShare = (kLaunched * (kGroups + 1) - kKept) / kGroups / kStep * kStep;
     if constexpr (kConsumes) takeRegisters<(kShare < kMost ? kShare : kMost)>();

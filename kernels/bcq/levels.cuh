@@ -45,6 +45,7 @@ __device__ __forceinline__ uint4 levelTable(const float* scale, float offset) {
 // stands in memory as codes (level_codes.cuh).
 template <int kPlanes, bool kCodes>
 struct PlaneBlock {
+    static constexpr bool kSigns = kPlanes == 4;  // whether levels are those of a sign and their negatives
     static constexpr int kWords = kCodes ? kPlanes : 4;
     // Codes; or even, odd: two planes at even and at odd columns, a pair of bits each; the third plane; plane 0 of four.
     uint32 words[kWords];
@@ -67,6 +68,7 @@ struct PlaneBlock {
             if constexpr (kPlanes == 4) words[3] = planes[0];
         }
     }
+    __device__ __forceinline__ uint32 word(int i) const { return words[i]; }
     // Nibble m: the pattern of column 4 m + s.
     __device__ __forceinline__ uint32 selector(int s) const {
         if constexpr (kPlanes == 1) return (words[0] >> s) & kNibbleOnes;
@@ -90,18 +92,21 @@ struct PlaneBlock {
         const uint32 evens = words[3] << (7 - s), odds = words[3] << (3 - s);
         return ~__byte_perm(evens, odds, upper ? 0x7362 : 0x5140) & kByteSigns;
     }
-    __device__ __forceinline__ void expand(const uint4& table, int s, uint32 (&pairs)[kWordPairs]) const {
-        const uint32 first = selector(s), second = upperHalf(first);
-        const uint32 low[2] = {selectBytes(table.x, table.y, first), selectBytes(table.x, table.y, second)};
-        uint32 high[2] = {selectBytes(table.z, table.w, first), selectBytes(table.z, table.w, second)};
-        if constexpr (kPlanes == 4) high[0] ^= negative(s, false), high[1] ^= negative(s, true);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            pairs[2 * i] = __byte_perm(low[i], high[i], 0x5140);
-            pairs[2 * i + 1] = __byte_perm(low[i], high[i], 0x7362);
-        }
-    }
 };
+
+// The four pairs of word s of a block.
+template <class Block>
+__device__ __forceinline__ void expandBlock(const Block& block, const uint4& table, int s, uint32 (&pairs)[kWordPairs]) {
+    const uint32 first = block.selector(s), second = upperHalf(first);
+    const uint32 low[2] = {selectBytes(table.x, table.y, first), selectBytes(table.x, table.y, second)};
+    uint32 high[2] = {selectBytes(table.z, table.w, first), selectBytes(table.z, table.w, second)};
+    if constexpr (Block::kSigns) high[0] ^= block.negative(s, false), high[1] ^= block.negative(s, true);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        pairs[2 * i] = __byte_perm(low[i], high[i], 0x5140);
+        pairs[2 * i + 1] = __byte_perm(low[i], high[i], 0x7362);
+    }
+}
 
 // The levels of one row's group in registers. kAdds: there is an offset, and the tables do not hold it.
 template <int kBits, bool kAdds, int kDtype>
@@ -144,11 +149,17 @@ struct Levels {
     }
 };
 
+template <bool kCodes>
+struct BlockOf {
+    template <int kPlanes>
+    using Type = PlaneBlock<kPlanes, kCodes>;
+};
+
 // One row's 32 columns.
-template <int kBits, bool kCodes>
+template <int kBits, template <int> class Block>
 struct PlaneWords {
-    PlaneBlock<firstPlanes(kBits), kCodes> first;
-    PlaneBlock<(kBits > kBlockPlanes ? secondPlanes(kBits) : 1), kCodes> second;
+    Block<firstPlanes(kBits)> first;
+    Block<(kBits > kBlockPlanes ? secondPlanes(kBits) : 1)> second;
 
     __device__ __forceinline__ void take(const uint32 (&planes)[kBits]) {
         first.take(planes);
@@ -161,23 +172,23 @@ struct PlaneWords {
         if constexpr (kBits == 1) {
 #pragma unroll
             for (int i = 0; i < kWordPairs; ++i) {  // columns 4 s + i and 16 further
-                pairs[i] = ((first.words[0] << (15 - kWordPairs * s - i)) & kPairSigns) ^ levels.first.x;
+                pairs[i] = ((first.word(0) << (15 - kWordPairs * s - i)) & kPairSigns) ^ levels.first.x;
                 if constexpr (kAdds) pairs[i] = addPairs<kDtype>(pairs[i], levels.first.y);
             }
         } else if constexpr (kBits == 2) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const int place = 2 * s + i;  // of four columns: a code of two bits in every byte
-                const uint32 codes = (first.words[place / 4] >> place % 4 * 2) & kByteCodes;
+                const uint32 codes = (first.word(place / 4) >> place % 4 * 2) & kByteCodes;
                 const uint32 selector = codes * kTwoNibbles + kHighBytes;
                 pairs[2 * i] = selectBytes(levels.first.x, levels.first.y, selector);
                 pairs[2 * i + 1] = selectBytes(levels.first.x, levels.first.y, upperHalf(selector));
             }
         } else {
-            first.expand(levels.first, s, pairs);
+            expandBlock(first, levels.first, s, pairs);
             if constexpr (kBits > kBlockPlanes) {
                 uint32 more[kWordPairs];
-                second.expand(levels.second, s, more);
+                expandBlock(second, levels.second, s, more);
 #pragma unroll
                 for (int i = 0; i < kWordPairs; ++i) pairs[i] = addPairs<kDtype>(pairs[i], more[i]);
             }

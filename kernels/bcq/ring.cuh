@@ -82,6 +82,18 @@ struct Problem {
     int dtype;
     int activation;         // of activation.cuh, or kNoActivation; before the residual is added
     int vectors;            // every row of x is 16-byte aligned and K % 8 == 0
+    const long long* chosen = nullptr;  // [gridDim.z]: the experts whose bias [experts, N] and row of y a block takes
+};
+
+// Where a block's bias and results are. Read again behind the product, so that they hold no registers meanwhile.
+struct Outputs {
+    const uint16* bias;
+    uint16* y;
+    __device__ __forceinline__ explicit Outputs(const Problem& p) : bias(p.bias), y(p.y) {
+        if (!p.chosen) return;
+        y += size_t(blockIdx.z) * p.N;
+        if (bias) bias += size_t(*static_cast<const volatile long long*>(p.chosen + blockIdx.z)) * p.N;
+    }
 };
 
 // A whole kernel. Product: kTokens tokens at once, in sets of kSetTokens whose tiles share a record of kRecord bytes;
@@ -260,12 +272,13 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
             mailbox.send(sharedAddress(received + i), blockSum(others + i), rank ^ 1);
         }
     }
+    const Outputs out(p);
     for (int i = threadIdx.x; i < elements; i += kThreads) {
         const int place = firstElement + i, nTile = place / kTileSums, element = place % kTileSums;
         const int n = (firstNTile + nTile) * kTileN + element / kTokens, m = firstToken + element % kTokens;
         const bool inside = n < p.N && m < p.M;  // records of tokens behind the last were never made
         const size_t output = size_t(m) * p.N + n;
-        const float shift = inside && p.bias ? shortToFloat(p.bias[n], p.dtype) : 0.0f;
+        const float shift = inside && out.bias ? shortToFloat(out.bias[n], p.dtype) : 0.0f;
         const float addend = inside && p.residual ? shortToFloat(p.residual[output], p.dtype) : 0.0f;
         float value = blockSum(place);
         if (blocks > 1) {
@@ -274,6 +287,6 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
         }
         if (!inside) continue;
         value *= rowFactor<Product::kScaleBits>(p.factors, firstNTile + nTile, element / kTokens);
-        p.y[output] = withEpilogue(p.bias ? value + shift : value, p.activation, p.residual, addend, p.dtype);
+        out.y[output] = withEpilogue(out.bias ? value + shift : value, p.activation, p.residual, addend, p.dtype);
     }
 }

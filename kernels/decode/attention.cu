@@ -5,7 +5,6 @@
 
 namespace {
 
-constexpr int kAttentionWarps = QK_ATTENTION_THREADS / kWarpSize;
 constexpr int kTogether = 2;  // rows of a batch from one look at the end to the next, so that their latencies overlap
 constexpr int kSplitStep = QK_SPLIT_STEP;  // entries of a split are a multiple
 constexpr uint32 kMinusInfinityBits = 0xff800000;
@@ -19,26 +18,30 @@ __device__ __forceinline__ float laneMax(float value) {
 }  // namespace
 
 // y[h] = softmax(scale * round(queryScale * q[h]) . keys + mask) . values over one token's cache, for every head of one
-// token, whose own key and value go into the cache on the way. With `cosine`, the rotary embedding is applied to the
-// rounded query and to the own key. Grid: a block per head and split of the filled cache (split-KV); several splits leave
+// token of every sequence, whose own key and value go into the cache on the way. With `cosine`, the rotary embedding is applied to the
+// rounded query and to the own key. Grid: a block per head, split of the filled cache (split-KV) and sequence; several splits leave
 // their parts to decodeCombine. kHeadDim / 8 lanes work on one key. Entries of the cache behind `position` do not count.
 // Only q, key and value may still be written when the kernel starts: the rest is read before that, and from memory, since
-// a token's weights push it out of L2. Shared memory: a float for every entry of a split.
-template <int kHeadDim, int kDtype>
-__global__ void __launch_bounds__(kAttentionWarps * kWarpSize)
-decodeAttention(const uint16* q,                    // [heads, kHeadDim]; written until the wait, so not __restrict__
-                const uint16* key,                  // [kv heads, kHeadDim] of the token
+// a token's weights push it out of L2. Shared memory: a float for every entry of a split. Small blocks are for
+// many sequences: several share a multiprocessor, and one computes while others wait for memory.
+template <int kHeadDim, int kDtype, int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads < QK_ATTENTION_THREADS ? 3 : 1)
+decodeAttention(const uint16* q,                    // [sequences, heads, kHeadDim]; written until the wait: no __restrict__
+                const uint16* key,                  // [sequences, kv heads, kHeadDim] of the tokens
                 const uint16* value,
-                uint16* keys,                       // [kv heads, capacity, kHeadDim]
+                uint16* keys,                       // [sequences, kv heads, capacity, kHeadDim]
                 uint16* values,
-                const uint8* __restrict__ mask,     // [capacity], which positions count
+                const uint8* __restrict__ mask,     // [sequences or 1, capacity], which positions count
                 const long long* __restrict__ position,
                 const uint16* __restrict__ cosine,  // [kHeadDim], or null with sine
                 const uint16* __restrict__ sine,
-                uint16* __restrict__ y,             // [heads, kHeadDim], of a single split
-                float* __restrict__ sums,           // [heads, splits, kHeadDim] weighted values, of several
-                float* __restrict__ weights,        // [heads, splits, 2]: largest score, sum of the weights
-                int headsPerKv, int capacity, float queryScale, float scale) {
+                uint16* __restrict__ y,             // [sequences, heads, kHeadDim], of a single split
+                float* __restrict__ sums,           // [sequences, heads, splits, kHeadDim] weighted values, of several
+                float* __restrict__ weights,        // [sequences, heads, splits, 2]: largest score, sum of the weights
+                int headsPerKv, int capacity,
+                int queryStride, int keyStride, int valueStride, int maskStride,  // from one sequence to the next
+                float queryScale, float scale) {
+    constexpr int kAttentionWarps = kThreads / kWarpSize;
     constexpr int kLanes = kHeadDim / kVectorValues, kKeys = kWarpSize / kLanes, kStride = kKeys * kAttentionWarps;
     constexpr int kBatch = kHeadDim < 128 ? 4 : 8, kPass = kStride * kBatch;  // rows of a lane; more would spill
     extern __shared__ float scores[];
@@ -48,10 +51,13 @@ decodeAttention(const uint16* q,                    // [heads, kHeadDim]; writte
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const int part = lane % kLanes, first = warp * kKeys + lane / kLanes;
     const int kvHead = blockIdx.x / headsPerKv, here = int(*position), splits = gridDim.y;
+    const int sequence = blockIdx.z, sequenceKvHead = sequence * (gridDim.x / headsPerKv) + kvHead;
+    const size_t head = size_t(sequence) * gridDim.x + blockIdx.x;
+    mask += size_t(sequence) * maskStride;
     const int length = ((here + splits) / splits + kSplitStep - 1) / kSplitStep * kSplitStep;
     const int from = blockIdx.y * length, end = min(here + 1, from + length);
-    uint4* keyRows = reinterpret_cast<uint4*>(keys) + size_t(kvHead) * capacity * kLanes;
-    uint4* valueRows = reinterpret_cast<uint4*>(values) + size_t(kvHead) * capacity * kLanes;
+    uint4* keyRows = reinterpret_cast<uint4*>(keys) + size_t(sequenceKvHead) * capacity * kLanes;
+    uint4* valueRows = reinterpret_cast<uint4*>(values) + size_t(sequenceKvHead) * capacity * kLanes;
     // This lane's part of a row that lies `ahead` rows behind `at`. The token's own row is taken from where it comes from,
     // so that heads sharing a cache need not wait for it.
     auto load = [&](const uint4* at, int ahead, int row) {
@@ -98,10 +104,10 @@ decodeAttention(const uint16* q,                    // [heads, kHeadDim]; writte
         }
     };
     waitForPriorKernels();
-    const uint4 ownValue = reinterpret_cast<const uint4*>(value)[kvHead * kLanes + part];
+    const uint4 ownValue = reinterpret_cast<const uint4*>(value + size_t(sequence) * valueStride)[kvHead * kLanes + part];
     float query[kVectorValues], found[kVectorValues];
-    loadRotary(reinterpret_cast<const uint4*>(q) + size_t(blockIdx.x) * kLanes, queryScale, query);
-    loadRotary(reinterpret_cast<const uint4*>(key) + size_t(kvHead) * kLanes, 1.0f, found);
+    loadRotary(reinterpret_cast<const uint4*>(q + size_t(sequence) * queryStride) + size_t(blockIdx.x) * kLanes, queryScale, query);
+    loadRotary(reinterpret_cast<const uint4*>(key + size_t(sequence) * keyStride) + size_t(kvHead) * kLanes, 1.0f, found);
     const uint4 ownKey = pack<kDtype>(found);
     if (blockIdx.y == 0 && blockIdx.x % headsPerKv == 0 && threadIdx.x < kLanes) {
         keyRows[size_t(here) * kLanes + threadIdx.x] = ownKey;
@@ -157,13 +163,13 @@ decodeAttention(const uint16* q,                    // [heads, kHeadDim]; writte
         if (lane < kLanes) parts[warp][part * kVectorValues + k] = partial[k];
     }
     __syncthreads();
-    const size_t slot = size_t(blockIdx.x) * splits + blockIdx.y;
-    for (int column = threadIdx.x; column < kHeadDim; column += kAttentionWarps * kWarpSize) {
+    const size_t slot = head * splits + blockIdx.y;
+    for (int column = threadIdx.x; column < kHeadDim; column += kThreads) {
         float sum = 0.0f;
 #pragma unroll
         for (int w = 0; w < kAttentionWarps; ++w) sum += parts[w][column];
         if (splits == 1) {
-            y[size_t(blockIdx.x) * kHeadDim + column] = floatToShort(sum / total, kDtype);
+            y[head * kHeadDim + column] = floatToShort(sum / total, kDtype);
         } else {
             sums[slot * kHeadDim + column] = sum;
         }
@@ -174,7 +180,7 @@ decodeAttention(const uint16* q,                    // [heads, kHeadDim]; writte
     }
 }
 
-// y from the parts of decodeAttention's splits, added in their order. Grid: one block per head.
+// y from the parts of decodeAttention's splits, added in their order. Grid: one block per head of a sequence.
 template <int kHeadDim, int kDtype>
 __global__ void __launch_bounds__(kHeadDim)
 decodeCombine(const float* sums,         // [heads, splits, kHeadDim]; written until the wait, so not __restrict__

@@ -91,17 +91,19 @@ decodeNorm(const uint16* x,                    // [M, K]; written until the wait
 // y = round(activation(gate)) * up.
 template <int kDtype>
 __global__ void __launch_bounds__(kGatedThreads)
-decodeGated(const uint16* gate,  // [count], a multiple of 8
-            const uint16* up,    // [count]
-            uint16* y,           // [count]
-            int count, int activation) {
+decodeGated(const uint16* gate,  // [rows, count / rows], a multiple of 8 each
+            const uint16* up,    // the same
+            uint16* y,           // the same, contiguous
+            int count, int width, int gateStride, int upStride,  // of a row, and from one to the next
+            int activation) {
     allowNextKernel();
     waitForPriorKernels();
     const int vector = blockIdx.x * kGatedThreads + threadIdx.x;
     if (vector >= count / kVectorValues) return;
     float gates[kVectorValues], values[kVectorValues];
-    unpack<kDtype>(reinterpret_cast<const uint4*>(gate)[vector], gates);
-    unpack<kDtype>(reinterpret_cast<const uint4*>(up)[vector], values);
+    const int row = vector * kVectorValues / width, column = vector - row * (width / kVectorValues);
+    unpack<kDtype>(reinterpret_cast<const uint4*>(gate + size_t(row) * gateStride)[column], gates);
+    unpack<kDtype>(reinterpret_cast<const uint4*>(up + size_t(row) * upStride)[column], values);
 #pragma unroll
     for (int k = 0; k < kVectorValues; ++k) {
         values[k] *= rounded(activatedBy(gates[k], activation, kDtype), kDtype);

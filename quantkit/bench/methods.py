@@ -15,8 +15,10 @@ from quantkit.formats.base import Shape, TensorSpec
 from quantkit.formats.bcq import ROW_WISE, BcqSpec
 from quantkit.formats.bipolar import BipolarSpec
 from quantkit.formats.table import FORMATS, format_name
+from quantkit.methods import head_spec
 
 ROW = "row"
+_HEAD = re.compile(r"(.+)-head(\d)")
 _LARGEST_SCALE, _LARGEST_CODE = 0.02, 255
 _SCALES = (0.0, _LARGEST_SCALE)
 _FLOAT_RANGES = {  # tensor name -> of its random content, where it is no scale
@@ -79,6 +81,20 @@ def method_spec(name: str) -> Any:
             except RecipeError as error:
                 raise BenchError(f"method {name}: {error}") from error
     raise BenchError(f"method {name}: unknown; known forms: {', '.join(form.example for form in METHOD_NAMES)}")
+
+
+def with_head(name: str) -> tuple[str, Any]:
+    """``bcq-w4-g128-head6`` -> the method of the blocks, and the spec of a quantized head; None without one.
+
+    Raises BenchError for impossible bits.
+    """
+    found = _HEAD.fullmatch(name)
+    if found is None:
+        return name, None
+    try:
+        return found[1], head_spec(int(found[2]))
+    except RecipeError as error:
+        raise BenchError(f"method {name}: {error}") from error
 
 
 def random_tensors(spec: Any, shape: Shape, device: torch.device) -> dict[str, Tensor]:

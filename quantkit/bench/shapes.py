@@ -23,6 +23,21 @@ class LinearShape:
     in_features: int
 
 
+@dataclass(frozen=True)
+class ExpertsShape:
+    """The weights [experts, N, K] of one place in a block, of which every token takes top_k.
+
+    shared_input: whether the products of a token have one input.
+    """
+
+    name: str
+    experts: int
+    top_k: int
+    out_features: int
+    in_features: int
+    shared_input: bool
+
+
 def _opt(layers: int, hidden: int, heads: int) -> ModelShape:
     return ModelShape("opt", layers, hidden, 4 * hidden, heads, heads, 50272, tied=True)
 
@@ -39,6 +54,32 @@ MODELS: dict[str, ModelShape] = {
     "llama-3-70b": ModelShape("llama", 80, 8192, 28672, 64, 8, 128256),
     "smollm2-135m": ModelShape("llama", 30, 576, 1536, 9, 3, 49152, tied=True),
 }
+
+
+def _experts(name: str, experts: int, top_k: int, hidden: int, intermediate: int) -> tuple[ExpertsShape, ...]:
+    return (
+        ExpertsShape(f"{name} gate and up", experts, top_k, 2 * intermediate, hidden, shared_input=True),
+        ExpertsShape(f"{name} down", experts, top_k, hidden, intermediate, shared_input=False),
+    )
+
+
+EXPERTS: dict[str, tuple[ExpertsShape, ...]] = {
+    "qwen3-30b-a3b": _experts("qwen3-30b-a3b", 128, 8, 2048, 768),
+    "mixtral-8x7b": _experts("mixtral-8x7b", 8, 2, 4096, 14336),
+}
+
+
+def experts_shapes(names: str) -> tuple[ExpertsShape, ...]:
+    """The products of experts in a block of each model, by names separated by commas.
+
+    Raises BenchError for an unknown name.
+    """
+    found: list[ExpertsShape] = []
+    for name in (part.strip() for part in names.split(",")):
+        if name not in EXPERTS:
+            raise BenchError(f"`shapes` {name}: no model of experts is known by this name; {nearest(name, EXPERTS)}")
+        found += EXPERTS[name]
+    return tuple(found)
 
 
 def _squares(*sizes: int) -> tuple[LinearShape, ...]:

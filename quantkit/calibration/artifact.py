@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,17 @@ from quantkit.storage.documents import parse_json
 from quantkit.storage.output import output_file
 from quantkit.storage.tensors import DTYPES, TensorFile, Verification, read_header, verifies, write_tensors
 
-SCHEMA = 1
+SCHEMA = 2
 _DOCUMENT_KEY = "quantkit.calibration"
-STATS_FIELDS = ("absmax", "mean_abs", "mean_square", "histogram", "sample")
+STATS_FIELDS = ("absmax", "mean_abs", "mean_square", "histogram", "sample", "vocabulary_absmax")
+_STORED_FIELDS = {1: STATS_FIELDS[:-1], SCHEMA: STATS_FIELDS}  # by schema
 _SIGNED = ("sample",)  # the others are magnitudes and counts
 _MERGE_SEED = 0
 _TEXT = record({"name": text, "sha256": text, "seed": whole(0), "windows": whole(1)}, closed=True)
 _META = {"model": text, "fingerprint": text, "texts": list_of(_TEXT, least=1), "seq_len": whole(1), "quantkit": text}
+_OPTIONAL_META = {"prefix": list_of(whole(0), least=1)}
 _DOCUMENT = record(
-    {"schema": anything, "aliases": map_of(text, least=1), "meta": record(_META, closed=True)},
+    {"schema": anything, "aliases": map_of(text, least=1), "meta": record(_META, _OPTIONAL_META, closed=True)},
     {"tokens": map_of(whole(0))},
     closed=True,
 )
@@ -52,7 +54,8 @@ class CalibrationMeta:
     """Where a calibration comes from.
 
     model: the name it was made under; fingerprint: what decides whether it belongs to a model.
-    quantkit: version of the program that collected it.
+    quantkit: version of the program that collected it. prefix: tokens that stood in front of every window, which the
+        statistics do not count; none as a rule.
     """
 
     model: str
@@ -60,6 +63,7 @@ class CalibrationMeta:
     texts: tuple[TextSource, ...]
     seq_len: int
     quantkit: str
+    prefix: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -68,7 +72,12 @@ class CalibrationMeta:
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain data: what a quantized checkpoint repeats about its calibration."""
-        return {**asdict(self), "tokens": self.tokens}
+        return {**self.document(), "tokens": self.tokens}
+
+    def document(self) -> dict[str, Any]:
+        """The same as the artifact holds it."""
+        fields = asdict(self)
+        return fields if self.prefix else {name: value for name, value in fields.items() if name != "prefix"}
 
 
 @dataclass(frozen=True)
@@ -120,7 +129,7 @@ def write_calibration(calibration: Calibration, path: Path, what: str) -> None:
         tensors |= {f"{name}:{field}": getattr(calibration.layers[name], field) for field in STATS_FIELDS}
     routed = {name: calibration.layers[name].tokens for name in owners.values()}
     routed = {name: tokens for name, tokens in routed.items() if tokens != calibration.meta.tokens}
-    document = {"schema": SCHEMA, "aliases": aliases, "meta": asdict(calibration.meta)}
+    document = {"schema": SCHEMA, "aliases": aliases, "meta": calibration.meta.document()}
     document |= {"tokens": routed} if routed else {}
     with refusing(f"{what} cannot be written", OutputError):
         write_tensors(path, tensors, {_DOCUMENT_KEY: json.dumps(document)})
@@ -137,16 +146,19 @@ def load_calibration(path: Path) -> Calibration:
     document = _document(what, file)
     meta = document["meta"]
     texts = tuple(TextSource(**text) for text in meta["texts"])
-    about = CalibrationMeta(meta["model"], meta["fingerprint"], texts, meta["seq_len"], meta["quantkit"])
+    about = CalibrationMeta(
+        meta["model"], meta["fingerprint"], texts, meta["seq_len"], meta["quantkit"], tuple(meta.get("prefix", ()))
+    )
     aliases: dict[str, str] = document["aliases"]
     tokens = dict.fromkeys(aliases.values(), about.tokens) | document.get("tokens", {})
-    _check_tensors(what, file, tokens, about)
+    fields = _STORED_FIELDS[document["schema"]]
+    _check_tensors(what, file, tokens, about, fields)
     verification = Verification([file], CalibrationError) if verifies() else None
     with refusing(f"{what} cannot be read", CalibrationError):
         tensors = load_file(path)
     if verification is not None:
         verification.finish()
-    stats = {name: _read_stats(what, name, tensors, tokens[name]) for name in dict.fromkeys(aliases.values())}
+    stats = {name: _read_stats(what, name, tensors, tokens[name], fields) for name in dict.fromkeys(aliases.values())}
     _check_values(what, "windows", tensors["windows"], signed=False)
     return Calibration({name: stats[owner] for name, owner in aliases.items()}, tensors["windows"], about)
 
@@ -181,6 +193,8 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
     a, b = first.meta, second.meta
     if a.fingerprint != b.fingerprint or first.layers.keys() != second.layers.keys():
         raise CalibrationError(f"merge: made for different models ({a.model} and {b.model})")
+    if a.prefix != b.prefix:
+        raise CalibrationError("merge: collected behind different prefixes")
     if a.seq_len != b.seq_len:
         raise CalibrationError(f"merge: windows of {a.seq_len} and of {b.seq_len} tokens; use one `seq_len` for both")
     rows = [{tuple(row) for row in windows.tolist()} for windows in (first.windows, second.windows)]
@@ -192,7 +206,7 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
         if id(stats) not in merged:
             merged[id(stats)] = _merge_stats(stats, second.layers[name])
         layers[name] = merged[id(stats)]
-    meta = CalibrationMeta(a.model, a.fingerprint, a.texts + b.texts, a.seq_len, a.quantkit)
+    meta = CalibrationMeta(a.model, a.fingerprint, a.texts + b.texts, a.seq_len, a.quantkit, a.prefix)
     return Calibration(layers, torch.cat([first.windows, second.windows]), meta)
 
 
@@ -201,13 +215,15 @@ def _document(what: str, file: TensorFile) -> dict[str, Any]:
         raise CalibrationError(f"{what}: not a calibration artifact; make one with quantkit calibrate")
     document: Any = parse_json(file.metadata[_DOCUMENT_KEY], f"{what}: its metadata", CalibrationError)
     schema = document.get("schema") if isinstance(document, dict) else None
-    if schema != SCHEMA or isinstance(schema, bool):
-        raise CalibrationError(f"{what}: schema {schema!r}; this version reads {SCHEMA}, collect it anew")
+    if schema not in tuple(_STORED_FIELDS) or isinstance(schema, bool):
+        raise CalibrationError(f"{what}: schema {schema!r}; this version reads up to {SCHEMA}, collect it anew")
     check_document(document, _DOCUMENT, f"{what}: its metadata", CalibrationError)
     return dict(document)
 
 
-def _check_tensors(what: str, file: TensorFile, tokens: Mapping[str, int], meta: CalibrationMeta) -> None:
+def _check_tensors(
+    what: str, file: TensorFile, tokens: Mapping[str, int], meta: CalibrationMeta, fields: Sequence[str]
+) -> None:
     """Names, shapes and dtypes of all tensors, from the header; tokens: that each statistics' name says it is of."""
     stored, windows = file.tensors, meta.tokens // meta.seq_len
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"windows": (torch.int32, (windows, meta.seq_len))}
@@ -217,7 +233,7 @@ def _check_tensors(what: str, file: TensorFile, tokens: Mapping[str, int], meta:
         rows = min(SAMPLE_ROWS, count)
         shape = stored[f"{name}:absmax"].shape if f"{name}:absmax" in stored else ()
         columns = shape if len(shape) == 1 and shape[0] else (1,)
-        expected |= {f"{name}:{field}": (torch.float32, columns) for field in STATS_FIELDS}
+        expected |= {f"{name}:{field}": (torch.float32, columns) for field in fields}
         expected |= {f"{name}:histogram": (torch.int64, (HISTOGRAM_BINS,))}
         expected |= {f"{name}:sample": (torch.float32, (rows, *columns))}
     for name, (dtype, shape) in expected.items():
@@ -234,8 +250,8 @@ def _check_tensors(what: str, file: TensorFile, tokens: Mapping[str, int], meta:
         raise CalibrationError(f"{what}: {_DAMAGED}; {unknown[0]} is no tensor of a calibration")
 
 
-def _read_stats(what: str, name: str, tensors: Mapping[str, Tensor], tokens: int) -> LayerStats:
-    found = {field: tensors[f"{name}:{field}"] for field in STATS_FIELDS}
+def _read_stats(what: str, name: str, tensors: Mapping[str, Tensor], tokens: int, fields: Sequence[str]) -> LayerStats:
+    found = {field: tensors[f"{name}:{field}"] for field in fields}
     for field, tensor in found.items():
         _check_values(what, f"{name}:{field}", tensor, signed=field in _SIGNED)
     return LayerStats(**found, tokens=tokens)
@@ -262,7 +278,12 @@ def _merge_stats(a: LayerStats, b: LayerStats) -> LayerStats:
         histogram=a.histogram + b.histogram,
         sample=_merge_samples(a, b),
         tokens=tokens,
+        vocabulary_absmax=_larger(a.vocabulary_absmax, b.vocabulary_absmax),
     )
+
+
+def _larger(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a.maximum(b)
 
 
 def _merge_samples(a: LayerStats, b: LayerStats) -> Tensor:

@@ -29,6 +29,7 @@ class Collector:
         self._sum_square = torch.zeros(columns, dtype=torch.float64, device=device)
         self._histogram = torch.zeros(HISTOGRAM_BINS, dtype=torch.int64, device=device)
         self._sample = torch.zeros(len(positions), columns, device=device)
+        self._vocabulary_absmax = torch.zeros(columns, device=device)
 
     def update(self, x: Tensor) -> None:
         """Take in the next rows x [rows, K] of any float type.
@@ -37,15 +38,26 @@ class Collector:
         """
         x = x.float()
         magnitude = x.abs()
-        absmax = magnitude.amax(dim=0)
-        if not bool(absmax.isfinite().all()):
-            raise StatsError(f"{self._name}: its input holds NaN or Inf; the model overflows on this text")
-        torch.maximum(self._absmax, absmax, out=self._absmax)
+        torch.maximum(self._absmax, self._largest(magnitude), out=self._absmax)
         self._sum_abs += magnitude.sum(dim=0)
         self._sum_square += x.square().sum(dim=0)
         self._histogram += magnitude_histogram(x)
         self._keep_rows(x)
         self._tokens += x.shape[0]
+
+    def reach(self, x: Tensor) -> None:
+        """Take in rows that are no text, for how far x may reach alone.
+
+        Raises StatsError, naming the layer, for NaN or Inf.
+        """
+        if x.shape[0]:
+            torch.maximum(self._vocabulary_absmax, self._largest(x.float().abs()), out=self._vocabulary_absmax)
+
+    def _largest(self, magnitude: Tensor) -> Tensor:
+        absmax = magnitude.amax(dim=0)
+        if not bool(absmax.isfinite().all()):
+            raise StatsError(f"{self._name}: its input holds NaN or Inf; the model overflows on this text")
+        return absmax
 
     def _keep_rows(self, x: Tensor) -> None:
         low, high = torch.searchsorted(
@@ -73,6 +85,7 @@ class Collector:
             histogram=self._histogram.cpu(),
             sample=self._sample.cpu(),
             tokens=self._tokens,
+            vocabulary_absmax=self._vocabulary_absmax.cpu(),
         )
 
 

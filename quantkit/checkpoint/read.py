@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import nn
 
-from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, config_digest, config_from_json
+from quantkit.checkpoint.config import PREFIX_FIELDS, CheckpointConfig, StoredLayer, config_digest, config_from_json
 from quantkit.errors import CheckpointError, refusing
 from quantkit.formats.table import FORMATS, format_name
 from quantkit.storage.checks import Fields, anything, check_document, map_of, nullable, record, text
@@ -156,9 +156,27 @@ def check_tensors(config: CheckpointConfig, files: Sequence[TensorFile]) -> None
                 fields.setdefault(full.rpartition(".")[0], {"bias"}).add(field)
             with refusing(f"{name}: an index is wrong", CheckpointError, _COPY):
                 row.check_indices(layer.spec, indices, layer.shape)
+    _check_prefix(config, found)
     for full in found:
         owner, _, field = full.rpartition(".")
         if field not in fields.get(owner, {field}):
+            raise CheckpointError(f"{full}: is stored, but quantization_config knows no such tensor; {_COPY}")
+
+
+def _check_prefix(config: CheckpointConfig, found: Mapping[str, Found]) -> None:
+    """Check that the prefix is stored as the config says, and none where it says nothing."""
+    modules = {} if config.prefix is None else config.prefix.modules
+    wanted = {f"{name}.{field}": shape for name, shape in modules.items() for field in PREFIX_FIELDS}
+    known = set()
+    for name, shape in wanted.items():
+        full, (_, stored) = _stored(found, name)
+        known.add(full)
+        if stored.shape != shape or stored.dtype not in FLOATS:
+            raise CheckpointError(
+                f"{name}: stored as {stored.dtype}{list(stored.shape)}, expected {list(shape)}; {_COPY}"
+            )
+    for full in found:
+        if full.rpartition(".")[2] in PREFIX_FIELDS and full not in known:
             raise CheckpointError(f"{full}: is stored, but quantization_config knows no such tensor; {_COPY}")
 
 

@@ -22,6 +22,10 @@ from quantkit.cli.recipes import recipes
 from quantkit.cli.report import report
 from quantkit.cli.search import search
 from quantkit.cli.serve import CONTEXT, serve
+from quantkit.errors import DeviceError
+from quantkit.ranks import is_first_rank, rank_count
+
+_TAKE_RANKS = ("calibrate", "quantize")
 
 app = typer.Typer(
     cls=Program,
@@ -40,9 +44,16 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
 ) -> None:
-    pass
+    if rank_count() > 1 and context.invoked_subcommand not in _TAKE_RANKS:
+        error = DeviceError(
+            f"{context.invoked_subcommand} runs as one process; start it without torchrun or accelerate launch, which "
+            f"are for {' and '.join(_TAKE_RANKS)}"
+        )
+        error.told = not is_first_rank()
+        raise error
 
 
 app.command()(calibrate)

@@ -16,11 +16,14 @@ if TYPE_CHECKING:
     import torch
 
     from quantkit.bench.decode import DecodeResult
+    from quantkit.bench.experts import ExpertsResult
     from quantkit.bench.kernels import LinearResult
     from quantkit.bench.prefill import PrefillResult
 
 app = typer.Typer(
-    cls=Program, help="Measure speed: one Linear, a whole model's decoding, or its context pass.", no_args_is_help=True
+    cls=Program,
+    help="Measure speed: one Linear, a block's experts, a whole model's decoding, or its context pass.",
+    no_args_is_help=True,
 )
 
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]
@@ -96,22 +99,64 @@ def _print_linear(results: list[LinearResult]) -> None:
 
 
 @app.command()
-def decode(
-    model: Annotated[str, typer.Argument(help="A shape's name (opt-30b, llama-2-7b, ...) or a folder.")],
-    method: Annotated[str | None, typer.Option(help="With a shape: bcq-w4-g128, nuqmm-q2-g128, ...")] = None,
-    prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
-    new: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
+def experts(
+    shapes: Annotated[str, typer.Option(help="qwen3-30b-a3b or mixtral-8x7b, separated by commas.")],
+    methods: Annotated[str, typer.Option("--method", help="bcq-w4-g128, nuqmm-q2-g128, ...; separated by commas.")],
+    tokens: Annotated[
+        str, typer.Option(help="Tokens at once, separated by commas; each chooses its experts at random.")
+    ] = "1,4,16,64,256,1024",
     device: DeviceOption = None,
     json_path: JsonOption = None,
 ) -> None:
-    """Time per generated token with a static KV cache; on a GPU each token is one CUDA graph."""
+    """The products of a block's experts, one launch each, against torch's grouped product, timed in the same run."""
+    check_json_path(json_path)
+    from quantkit.bench.experts import ExpertsBench, run_experts
+    from quantkit.bench.methods import method_names
+    from quantkit.bench.report import environment, to_json
+    from quantkit.bench.shapes import experts_shapes
+
+    where = _device(device)
+    bench = ExpertsBench(experts_shapes(shapes), method_names(methods), _integers("--tokens", tokens), where)
+    facts = environment(where)
+    total = len(bench.shapes) * len(bench.methods) * len(bench.tokens)
+    results = list(track(run_experts(bench), "compiling and timing", total))
+    print_facts(facts)
+    _print_experts(results)
+    write_json(json_path, to_json(facts, results=[asdict(result) for result in results]))
+
+
+def _print_experts(results: list[ExpertsResult]) -> None:
+    columns = ("shape", "method", "tokens", "active", "ran", "us", "x grouped", "MB", "GB/s", "% peak", "error")
+    rows = []
+    for r in results:
+        peak = "-" if r.peak_percent is None else f"{r.peak_percent:.0f}"
+        faster = "-" if r.speed_up is None else f"{r.speed_up:.2f}"
+        row = [r.shape, r.method, str(r.tokens), f"{r.active:.1f}", r.implementation, f"{r.median_us:.2f}", faster]
+        rows.append([*row, f"{r.bytes / 1e6:.2f}", f"{r.gigabytes_per_second:.0f}", peak, f"{r.error:.1e}"])
+    print_table(f"median of {min(r.repeats for r in results)} or more repeats", columns, rows)
+
+
+@app.command()
+def decode(
+    model: Annotated[str, typer.Argument(help="A shape's name (opt-30b, llama-2-7b, ...) or a folder.")],
+    method: Annotated[
+        str | None, typer.Option(help="With a shape: bcq-w4-g128, nuqmm-q2-g128, bcq-w4-g128-head6, ...")
+    ] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
+    new: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
+    batches: Annotated[str, typer.Option("--batch", help="Sequences at once, separated by commas.")] = "1",
+    device: DeviceOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Time per step of generation with a static KV cache; on a GPU each step is one CUDA graph."""
     check_json_path(json_path)
     from quantkit.bench.decode import DecodeBench, run_decode
     from quantkit.bench.report import environment, to_json
 
     where = _device(device)
     facts = environment(where)
-    results = list(run_decode(DecodeBench(model, method, prompt, new, where)))
+    bench = DecodeBench(model, method, prompt, new, where, _integers("--batch", batches))
+    results = list(run_decode(bench))
     print_facts(facts)
     _print_decode(results)
     if method is not None and all(result.method == method for result in results):
@@ -120,16 +165,28 @@ def decode(
 
 
 def _print_decode(results: list[DecodeResult]) -> None:
-    columns = ("model", "first ms", "ms/token", "p99", "tokens/s", "peak GB", "weights GB", "GB/s", "% peak", "x float")
-    base = next((r.median_ms for r in results if r.method == "float"), None)
+    columns = (
+        "model",
+        "batch",
+        "first ms",
+        "ms/step",
+        "p99",
+        "tokens/s",
+        "peak GB",
+        "weights GB",
+        "GB/s",
+        "% peak",
+        "x float",
+    )
+    floats = {r.batch: r.median_ms for r in results if r.method == "float"}
     rows = []
     for r in results:
         peak = "-" if r.peak_percent is None else f"{r.peak_percent:.0f}"
         values = (r.first_token_ms, r.median_ms, r.p99_ms, r.tokens_per_second)
         sizes = (r.peak_memory_bytes / 1e9, r.weight_bytes / 1e9, r.weight_gigabytes_per_second)
-        faster = "-" if base is None else f"{base / r.median_ms:.2f}"
+        faster = f"{floats[r.batch] / r.median_ms:.2f}" if r.batch in floats else "-"
         numbers = [f"{value:.2f}" for value in (*values, *sizes)]
-        rows.append([f"{r.model} {r.method}", *numbers, peak, faster])
+        rows.append([f"{r.model} {r.method}", str(r.batch), *numbers, peak, faster])
     first = results[0]
     print_table(f"{first.prompt} tokens of prompt, {first.new} generated", columns, rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,8 @@ from quantkit.cli.common import (
     print_facts,
     write_json,
 )
-from quantkit.errors import CalibrationError, DataError
+from quantkit.errors import CalibrationError, DataError, DeviceError
+from quantkit.ranks import joined, rank_count
 from quantkit.storage.output import output_file
 from quantkit.storage.place import checked_place
 
@@ -35,6 +37,9 @@ def calibrate(
     windows: Annotated[int, typer.Option(min=1, help="Windows to draw, without overlap.")] = 128,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 2048,
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of windows and of the sampled rows.")] = 0,
+    prefix: Annotated[
+        bool, typer.Option("--prefix", help="Find tokens that take massive channels, for recipes with prefix: auto.")
+    ] = False,
     merge: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A B", help="Merge two artifacts of one model instead.")
     ] = None,
@@ -50,43 +55,57 @@ def calibrate(
     if out.suffix != ".safetensors":
         raise CalibrationError(f"--out {out}: the artifact is a .safetensors file; give it that suffix")
     check_json_path(json_path)
-    with output_file(out) as work:
-        if merge is not None:
-            if model is not None or dataset is not None or text is not None:
-                raise CalibrationError("--merge A B takes no model and no text; it reads both from the artifacts")
+    if merge is not None:
+        if model is not None or dataset is not None or text is not None:
+            raise CalibrationError("--merge A B takes no model and no text; it reads both from the artifacts")
+        if rank_count() > 1:
+            raise DeviceError("--merge runs as one process; start it without torchrun or accelerate launch")
+        with output_file(out) as work:
             result = _merged(*merge)
-        else:
-            if model is None:
-                raise DataError("name a MODEL to calibrate, or two artifacts with --merge A B")
-            from quantkit.data.corpora import check_text, load_text
-            from quantkit.models.loading import open_stream, resolve_model
+            _write(result, work, out)
+        _show(result, out, json_path)
+        return
+    if model is None:
+        raise DataError("name a MODEL to calibrate, or two artifacts with --merge A B")
+    with joined(chosen_device(device)) as (ranks, own), ExitStack() as stack:
+        work = ranks.lead(lambda: stack.enter_context(output_file(out)))
+        from quantkit.data.corpora import check_text, load_text
+        from quantkit.models.loading import open_stream, resolve_model
 
-            check_text(dataset, text)
-            resolve_model(model)
-            corpus = load_text(dataset, text, split="train")
-            import torch
+        check_text(dataset, text)
+        resolve_model(model)
+        corpus = load_text(dataset, text, split="train")
+        import torch
 
-            from quantkit.calibration.runner import ACTIVATIONS, check_activations
-            from quantkit.calibration.runner import calibrate as collect
-            from quantkit.storage.resume import workspace
+        from quantkit.calibration.runner import calibrate as collect
+        from quantkit.models.streaming import activations_dtype
+        from quantkit.storage.resume import workspace
 
-            check_activations(activations)
-            stream, tokenizer = open_stream(model, dtype=torch.float32, device=chosen_device(device))
-            result = collect(
-                stream,
-                tokenizer,
-                corpus,
-                name=model,
-                windows=windows,
-                seq_len=seq_len,
-                seed=seed,
-                activations=ACTIVATIONS[activations],
-                keep=partial(workspace, checked_place(out, "output"), restart=restart),
-            )
-        from quantkit.calibration.artifact import write_calibration
+        hidden = activations_dtype(activations)
+        stream, tokenizer = open_stream(model, dtype=torch.float32, device=own)
+        found = collect(
+            stream,
+            tokenizer,
+            corpus,
+            name=model,
+            windows=windows,
+            seq_len=seq_len,
+            seed=seed,
+            activations=hidden,
+            prefix=prefix,
+            keep=partial(workspace, checked_place(out, "output"), restart=restart),
+            ranks=ranks,
+        )
+        if found is None:
+            return
+        _write(found, work, out)
+    _show(found, out, json_path)
 
-        write_calibration(result, work, f"--out {out}")
-    _show(result, out, json_path)
+
+def _write(result: Calibration, work: Path, out: Path) -> None:
+    from quantkit.calibration.artifact import write_calibration
+
+    write_calibration(result, work, f"--out {out}")
 
 
 def _merged(first: Path, second: Path) -> Calibration:
@@ -104,6 +123,7 @@ def _show(result: Calibration, out: Path, json_path: Path | None) -> None:
             "layers": str(len(result.layers)),
             "tokens": f"{meta.tokens} ({len(result.windows)} windows of {meta.seq_len})",
             "text": ", ".join(f"{source.name} (sha256 {source.sha256}, seed {source.seed})" for source in meta.texts),
+            **({"prefix": f"tokens {', '.join(map(str, meta.prefix))}"} if meta.prefix else {}),
         }
     )
     write_json(
@@ -117,5 +137,6 @@ def _show(result: Calibration, out: Path, json_path: Path | None) -> None:
             "seq_len": meta.seq_len,
             "tokens": meta.tokens,
             "texts": [asdict(source) for source in meta.texts],
+            "prefix": list(meta.prefix),
         },
     )

@@ -71,6 +71,8 @@ class Program(TyperGroup):
                 return super().invoke(ctx)
         except QuantkitError as error:
             command = self.commands.get(ctx.invoked_subcommand)
+            if error.told:
+                raise typer.Exit(EXIT_USER_ERROR) from None
             with suppress(OSError):  # a stderr that is full or closed takes nothing; the exit status says it
                 typer.echo(f"quantkit: error: {with_options(one_line(error), command)}", err=True)
             raise typer.Exit(EXIT_USER_ERROR) from None

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from quantkit.cli.common import DeviceOption, JsonOption, check_json_path, chosen_device, print_table, write_json
+from quantkit.cli.common import (
+    ActivationsOption,
+    DeviceOption,
+    JsonOption,
+    check_json_path,
+    chosen_device,
+    print_table,
+    write_json,
+)
 from quantkit.storage.output import write_file
 
 
@@ -21,6 +29,7 @@ def compare(
     tasks: Annotated[str | None, typer.Option(help="Also these tasks, comma-separated; see eval tasks.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of the tasks' local .jsonl files.")] = None,
     device: DeviceOption = None,
+    activations: ActivationsOption = "fp32",
     html: Annotated[Path | None, typer.Option(help="Also write the table as an HTML page.")] = None,
     json_path: JsonOption = None,
 ) -> None:
@@ -35,13 +44,21 @@ def compare(
     from quantkit.evaluation.tasks import TaskOptions
     from quantkit.jobs.compare import check_models, comparison_table
     from quantkit.jobs.compare import compare as measure
+    from quantkit.models.streaming import activations_dtype
 
+    activations_dtype(activations)
     check_options("gptq", seq_len=seq_len, max_windows=max_windows)
     options = TaskOptions(tuple(tasks.split(",")), data_dir=data_dir) if tasks is not None else None
     check_models(models, options)
     corpus = load_text(dataset, file, split="test")
     result = measure(
-        models, corpus, seq_len=seq_len, max_windows=max_windows, tasks=options, device=chosen_device(device)
+        models,
+        corpus,
+        seq_len=seq_len,
+        max_windows=max_windows,
+        tasks=options,
+        device=chosen_device(device),
+        activations=activations,
     )
     document = result.to_json()
     columns, rows = comparison_table(document)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli.common import (
+    ActivationsOption,
     DeviceOption,
     JsonOption,
     Program,
@@ -35,22 +36,27 @@ def perplexity(
     max_windows: Annotated[int | None, typer.Option(help="Read only the first windows of the text.")] = None,
     recipe: Annotated[str, typer.Option(help="gptq (papers), llamacpp or strided.")] = "gptq",
     device: DeviceOption = None,
+    activations: ActivationsOption = "fp32",
     json_path: JsonOption = None,
 ) -> None:
     """Perplexity on a text: the whole recipe is printed beside the number."""
     check_json_path(json_path)
     from quantkit.data.corpora import check_text, load_text
-    from quantkit.models.loading import load_model, resolve_model
+    from quantkit.models.loading import open_evaluated, resolve_model
 
     check_text(dataset, text)
     resolve_model(model)
     from quantkit.evaluation.perplexity import check_options
     from quantkit.evaluation.perplexity import perplexity as measure
+    from quantkit.models.streaming import activations_dtype
 
+    hidden = activations_dtype(activations)
     check_options(recipe, seq_len=seq_len, max_windows=max_windows)
     corpus = load_text(dataset, text, split="test")
-    loaded, tokenizer = load_model(model, device=chosen_device(device))
-    result = measure(loaded, tokenizer, corpus, seq_len=seq_len, max_windows=max_windows, recipe=recipe)
+    loaded, tokenizer = open_evaluated(model, device=chosen_device(device))
+    result = measure(
+        loaded, tokenizer, corpus, seq_len=seq_len, max_windows=max_windows, recipe=recipe, activations=hidden
+    )
     print_facts(
         {
             "perplexity": f"{result.perplexity:.4f} +/- {result.stderr:.4f}",
@@ -77,12 +83,13 @@ def divergence(
     ] = None,
     max_windows: Annotated[int | None, typer.Option(help="Read only the first windows of the text.")] = None,
     device: DeviceOption = None,
+    activations: ActivationsOption = "fp32",
     json_path: JsonOption = None,
 ) -> None:
     """KL divergence per token from a reference model, and how often both rank the same token first."""
     check_json_path(json_path)
     from quantkit.data.corpora import check_text, load_text
-    from quantkit.models.loading import load_model, resolve_model
+    from quantkit.models.loading import open_evaluated, resolve_model
 
     check_text(dataset, text)
     resolve_model(reference)
@@ -90,13 +97,17 @@ def divergence(
     from quantkit.evaluation.divergence import check_same_tokens
     from quantkit.evaluation.divergence import divergence as measure
     from quantkit.evaluation.perplexity import check_options
+    from quantkit.models.streaming import activations_dtype
 
+    hidden = activations_dtype(activations)
     check_options("gptq", seq_len=seq_len, max_windows=max_windows)
     corpus = load_text(dataset, text, split="test")
-    loaded_reference, tokenizer = load_model(reference, device=chosen_device(device))
-    loaded, own_tokenizer = load_model(model, device=chosen_device(device))
+    loaded_reference, tokenizer = open_evaluated(reference, device=chosen_device(device))
+    loaded, own_tokenizer = open_evaluated(model, device=chosen_device(device))
     check_same_tokens(tokenizer, own_tokenizer, corpus)
-    result = measure(loaded_reference, loaded, tokenizer, corpus, seq_len=seq_len, max_windows=max_windows)
+    result = measure(
+        loaded_reference, loaded, tokenizer, corpus, seq_len=seq_len, max_windows=max_windows, activations=hidden
+    )
     print_facts(
         {
             "mean KL": f"{result.mean_kl:.5f} +/- {result.mean_kl_stderr:.5f} nats per token",

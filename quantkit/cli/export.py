@@ -13,7 +13,7 @@ from quantkit.cli.common import JsonOption, check_json_path, print_facts, write_
 
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A quantkit checkpoint.")],
-    to: Annotated[str, typer.Option(help="compressed-tensors, gptq, humming or mlx.")],
+    to: Annotated[str, typer.Option(help="compressed-tensors, gptq, gguf, humming or mlx.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="New folder to write the model to.")],
     exact: Annotated[bool, typer.Option("--exact", help="Refuse what the other format rounds.")] = False,
     json_path: JsonOption = None,

@@ -49,15 +49,22 @@ def quantize(
     from quantkit.recipe import load_recipe
 
     loaded_recipe = load_recipe(recipe, settings or ())
+    from quantkit.jobs.expected_time import expected_seconds
     from quantkit.jobs.quantize import QuantizeOptions, expect, open_job, quantize_model
+    from quantkit.ranks import joined
 
-    options = QuantizeOptions(chosen_device(device), activations, overwrite=overwrite, restart=restart)
-    if dry_run:
-        check_folder(out, checked_place(out, "output"), Path(model))
-        job = open_job(model, loaded_recipe, calibration, options)
-        _show_estimate(expect(job, options), job.unquantized, json_path)
+    with joined(chosen_device(device)) as (ranks, own):
+        options = QuantizeOptions(own, activations, overwrite=overwrite, restart=restart, ranks=ranks)
+        if dry_run:
+            if ranks.leads:
+                check_folder(out, checked_place(out, "output"), Path(model))
+                job = open_job(model, loaded_recipe, calibration, options)
+                seconds = expected_seconds(job.stream, job.plans, job.artifact)
+                _show_estimate(expect(job, options), seconds, job.unquantized, json_path)
+            return
+        result = quantize_model(model, loaded_recipe, out, calibration=calibration, options=options)
+    if result is None:
         return
-    result = quantize_model(model, loaded_recipe, out, calibration=calibration, options=options)
     tokens = [measured["tokens"] for measured in result.report.values() if "tokens" in measured]
     print_facts(
         {
@@ -91,7 +98,9 @@ def _floating_point(left: Sequence[Unquantized]) -> dict[str, str]:
     return {"floating point": ", ".join(rows)} if rows else {}
 
 
-def _show_estimate(estimate: Estimate, left: Sequence[Unquantized], json_path: Path | None) -> None:
+def _show_estimate(estimate: Estimate, seconds: float, left: Sequence[Unquantized], json_path: Path | None) -> None:
+    from quantkit.jobs.expected_time import ERROR_FACTOR
+
     rows = [
         [layer.name, layer.method, f"{layer.shape[0]} x {layer.shape[1]}", _range(layer.bytes, layer.most_bytes)]
         for layer in estimate.layers
@@ -103,9 +112,11 @@ def _show_estimate(estimate: Estimate, left: Sequence[Unquantized], json_path: P
             "weight files": f"{_range(estimate.files, estimate.most_files)} bytes",
             "disk": f"{estimate.disk / 1e9:.3f} GB at the output's place, while the work lasts",
             "memory": f"about {estimate.memory / 1e9:.1f} GB at the peak, on {estimate.device}",
+            "time": f"about {seconds:.0f} s without reading and writing files, by small samples on this machine as it "
+            f"is now; may be off by a factor of {ERROR_FACTOR}",
         }
     )
-    write_json(json_path, {**estimate.to_json(), "unquantized": [asdict(row) for row in left]})
+    write_json(json_path, {**estimate.to_json(), "seconds": seconds, "unquantized": [asdict(row) for row in left]})
 
 
 def _range(least: int, most: int) -> str:

@@ -6,7 +6,7 @@ import glob
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -116,7 +116,8 @@ def load_text(dataset: str | None, text: Path | None, *, split: Split) -> Corpus
     else:
         assert dataset is not None
         name = f"{dataset}/{split}"
-        with _quietly(), refusing(f"dataset {dataset} cannot be read", DataError, _OFFLINE_WAYS):
+        quietly = _quietly() if DATASETS[dataset].hub else nullcontext()
+        with quietly, refusing(f"dataset {dataset} cannot be read", DataError, _OFFLINE_WAYS):
             rows = tuple(DATASETS[dataset].rows(split))
     corpus = Corpus(name, rows)
     if not corpus.text.strip():

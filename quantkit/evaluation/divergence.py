@@ -13,7 +13,8 @@ from torch import Tensor
 from quantkit.data.corpora import Corpus
 from quantkit.data.windows import check_seq_len, check_vocabulary, max_positions, sequential_windows, tokenize
 from quantkit.errors import ModelError, StatsError
-from quantkit.progress import track
+from quantkit.models.logits import window_logits
+from quantkit.models.stream import structure
 
 _SEQ_LEN = 2048  # as perplexity's gptq recipe, so that both describe the same predictions
 _ROWS_AT_ONCE = 64  # fp64 log-probabilities of both models: 50 MB at a vocabulary of 50,000
@@ -83,24 +84,31 @@ def divergence(
     *,
     seq_len: int | None = None,
     max_windows: int | None = None,
+    activations: torch.dtype = torch.float32,
 ) -> DivergenceResult:
     """Divergence of a model from a reference on non-overlapping windows of a text; each on its own device.
 
+    Both are in memory, or ModelStreams, whose hidden states are stored in ``activations``.
     One window's logits of both models are held at a time. The tokens scored are those of perplexity's gptq recipe.
     seq_len: None is 2048, or the shorter of the two models' limits.
     Raises DataError for a window that a model cannot take or the text does not fill, ModelError for vocabularies
     that differ, StatsError if a model puts out NaN.
     """
-    limits = [limit for limit in (max_positions(reference), max_positions(model)) if limit]
+    shapes = structure(reference), structure(model)
+    limits = [limit for limit in map(max_positions, shapes) if limit]
     seq_len = seq_len or min([_SEQ_LEN, *limits])
-    for each in (reference, model):
-        check_seq_len(seq_len, each)
-    check_same_vocabulary(reference, model)
+    for shape in shapes:
+        check_seq_len(seq_len, shape)
+    check_same_vocabulary(*shapes)
     ids = tokenize(tokenizer, corpus.text, name=corpus.name)
-    check_vocabulary(ids, reference, name=corpus.name)
+    check_vocabulary(ids, shapes[0], name=corpus.name)
     windows = sequential_windows(ids, seq_len, max_windows, name=corpus.name)
     started = time.perf_counter()
-    parts = [window_scores(reference, model, window) for window in track(windows, "divergence", total=len(windows))]
+    found = (
+        window_logits(each, list(windows), what, activations=activations)
+        for each, what in ((reference, "reference"), (model, "model"))
+    )
+    parts = [score_logits(p[:-1], q[:-1], ids[1:]) for p, q, ids in zip(*found, windows, strict=True)]
     scores = TokenScores(*(torch.cat(columns) for columns in zip(*map(_fields, parts), strict=True)))
     return DivergenceResult(
         **_summary(scores),
@@ -130,16 +138,6 @@ def check_same_tokens(reference_tokenizer: Any, tokenizer: Any, corpus: Corpus) 
 
 
 @torch.no_grad()
-def window_scores(reference: Any, model: Any, tokens: Tensor) -> TokenScores:
-    """Scores of the predictions of tokens[1:]; tokens: [seq_len].
-
-    Raises StatsError if either model puts out NaN or Inf.
-    """
-    logits = [each(tokens[None].to(_device(each)), use_cache=False).logits[0, :-1] for each in (reference, model)]
-    return score_logits(logits[0], logits[1], tokens[1:])
-
-
-@torch.no_grad()
 def score_logits(reference: Tensor, logits: Tensor, targets: Tensor) -> TokenScores:
     """Scores from the logits [tokens, vocabulary] of both models, in fp64; targets: [tokens] int64, what followed."""
     parts = []
@@ -153,10 +151,6 @@ def score_logits(reference: Tensor, logits: Tensor, targets: Tensor) -> TokenSco
             raise StatsError("a model puts out NaN or Inf; its divergence is undefined")
         parts.append((kl.clamp_min(0), first.argmax(dim=-1) == second.to(first.device).argmax(dim=-1), *losses))
     return TokenScores(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
-
-
-def _device(model: Any) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _fields(scores: TokenScores) -> tuple[Tensor, Tensor, Tensor, Tensor]:

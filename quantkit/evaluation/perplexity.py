@@ -14,7 +14,8 @@ from torch import Tensor
 from quantkit.data.corpora import Corpus, text_digest
 from quantkit.data.windows import check_seq_len, check_vocabulary, max_positions, sequential_windows, tokenize
 from quantkit.errors import DataError, StatsError
-from quantkit.progress import track
+from quantkit.models.logits import window_logits
+from quantkit.models.stream import structure
 
 _ROWS_AT_ONCE = 256  # log-softmax rows in fp32 at a time: 50 MB at a vocabulary of 50,000
 
@@ -103,9 +104,11 @@ def perplexity(
     seq_len: int | None = None,
     max_windows: int | None = None,
     recipe: str = "gptq",
+    activations: torch.dtype = torch.float32,
 ) -> PerplexityResult:
     """Perplexity of the model on the corpus, on the model's device: fp32 log-softmax, NLL summed in fp64.
 
+    model: in memory, or a ModelStream. activations: what a stream's hidden states are stored in.
     seq_len: tokens per window; None is the recipe's own, or the model's limit where that is lower.
     max_windows: read only the first ones. recipe: a key of RECIPES.
     Raises DataError for an unknown recipe, a window that the model cannot take or that the text does not fill,
@@ -113,21 +116,22 @@ def perplexity(
     """
     check_options(recipe, seq_len=seq_len, max_windows=max_windows)
     rule = RECIPES[recipe]
-    seq_len = seq_len or min(rule.seq_len, max_positions(model) or rule.seq_len)
-    check_seq_len(seq_len, model)
+    shape = structure(model)
+    seq_len = seq_len or min(rule.seq_len, max_positions(shape) or rule.seq_len)
+    check_seq_len(seq_len, shape)
     text = corpus.raw if rule.raw else corpus.text
     ids = tokenize(tokenizer, text, name=corpus.name)
-    check_vocabulary(ids, model, name=corpus.name)
+    check_vocabulary(ids, shape, name=corpus.name)
     sequential_windows(ids, seq_len, 1, name=corpus.name)
     windows = rule.cut(ids.numel(), seq_len)[:max_windows]
     bos = int(ids[0]) if int(ids[0]) == tokenizer.bos_token_id else None
     started = time.perf_counter()
-    losses = []
-    for window in track(windows, "perplexity"):
-        tokens = ids[window.begin : window.end].clone()
-        if rule.bos_per_window and bos is not None:
+    read = [ids[window.begin : window.end].clone() for window in windows]
+    if rule.bos_per_window and bos is not None:
+        for tokens in read:
             tokens[0] = bos
-        losses.append(_token_losses(model, tokens, window))
+    found = window_logits(model, read, "perplexity", activations=activations)
+    losses = [_token_losses(*each) for each in zip(found, read, windows, strict=True)]
     value, error = _summarize(windows, losses)
     return PerplexityResult(
         perplexity=value,
@@ -155,12 +159,9 @@ def check_options(recipe: str, *, seq_len: int | None, max_windows: int | None) 
         raise DataError(f"`max_windows` {max_windows}: at least 1 is needed")
 
 
-@torch.no_grad()
-def _token_losses(model: Any, tokens: Tensor, window: Window) -> Tensor:
-    """NLL [scored] fp64 of the window's last tokens; tokens: [end - begin]."""
-    tokens = tokens.to(next(model.parameters()).device)
-    logits = model(tokens[None], use_cache=False).logits[0, -1 - window.scored : -1]
-    targets = tokens[-window.scored :]
+def _token_losses(logits: Tensor, tokens: Tensor, window: Window) -> Tensor:
+    """NLL [scored] fp64 of the window's last tokens; logits: [end - begin, vocabulary], tokens: [end - begin]."""
+    logits, targets = logits[-1 - window.scored : -1], tokens[-window.scored :].to(logits.device)
     losses = [
         torch.nn.functional.cross_entropy(rows.float(), target, reduction="none").double()
         for rows, target in zip(logits.split(_ROWS_AT_ONCE), targets.split(_ROWS_AT_ONCE), strict=True)

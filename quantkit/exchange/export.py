@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import save_file
-from torch import Tensor
-
-from quantkit.checkpoint.shards import SHARD_BYTES, ShardWriter
+from quantkit.checkpoint.shards import SHARD_BYTES
 from quantkit.checkpoint.summary import layer_order
 from quantkit.errors import CheckpointError
-from quantkit.exchange.convert import write_config
 from quantkit.exchange.exported import Exported
-from quantkit.exchange.source import copy_surroundings
 from quantkit.exchange.targets import TARGETS, Target
-from quantkit.progress import track
 
 
 @dataclass(frozen=True)
@@ -30,9 +24,10 @@ class ExportPlan:
 def plan_export(source: Exported, to: str, *, exact: bool) -> ExportPlan:
     """Check that a format holds every layer. exact: refuse one that rounds.
 
-    Raises CheckpointError naming the first layer that does not fit.
+    Raises CheckpointError for a model that the format does not hold, and naming the first layer that does not fit.
     """
     target = TARGETS[to]
+    target.check_model(source)
     roundings = {}
     for name in sorted(source.layers, key=layer_order):
         roundings[name] = target.check(source.layers[name])
@@ -45,24 +40,5 @@ def plan_export(source: Exported, to: str, *, exact: bool) -> ExportPlan:
 
 
 def write_export(source: Exported, made: ExportPlan, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write config.json, the surroundings and the weights. Raises OSError, and CheckpointError for unreadable ones."""
-    copy_surroundings(source.path, folder)
-    write_config({**source.config, **made.target.document(source.layers, source.stored.ignore)}, folder)
-    writer = ShardWriter(folder, {"format": made.target.metadata}, shard_bytes, _save)
-    for name, tensor in _tensors(source, made.target):
-        writer.add(name, tensor)
-    writer.finish()
-
-
-def _tensors(source: Exported, target: Target) -> Iterator[tuple[str, Tensor]]:
-    names = sorted([*source.layers, *source.others], key=layer_order)
-    for name in track(names, "exporting", total=len(names)):
-        if name not in source.layers:
-            yield name, source.get(name)
-            continue
-        for field, tensor in target.fields(source, source.layers[name], source.layers).items():
-            yield f"{name}.{field}", tensor
-
-
-def _save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=dict(metadata))
+    """Write the model to a folder. Raises OSError, and CheckpointError for weights that cannot be read."""
+    made.target.write(source, folder, shard_bytes)

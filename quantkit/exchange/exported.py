@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -47,6 +48,13 @@ class ExportLayer:
             )
         return self.grid
 
+    def step(self) -> Tensor:
+        """[N, G] fp16, the grid's steps, exact. Raises CheckpointError beyond fp16."""
+        step = self.uniform.step.half()
+        if not torch.equal(step.double(), self.uniform.step):
+            raise CheckpointError(f"{self.name}: its steps are beyond fp16")
+        return step
+
     @property
     def is_symmetric(self) -> bool:
         """Whether every zero point is 2**(bits - 1)."""
@@ -83,6 +91,8 @@ def opened_checkpoint(folder: Path) -> Iterator[Exported]:
     stored = read_checkpoint(folder)
     if stored.attention:
         raise CheckpointError(f"checkpoint {folder}: its attention is INT8, which no other format holds")
+    if stored.prefix is not None:
+        raise CheckpointError(f"checkpoint {folder}: has a key/value prefix, which no other format holds")
     headers = read_headers(weight_files(folder))
     verification = start_verifying(headers, read_document(folder)) if verifies() else None
     config = read_config(folder)

@@ -144,6 +144,17 @@ def uniform_grid(stored: BcqTensors, spec: BcqSpec) -> Grid | None:
     return Grid(spec.weight_bits, spec.group_size, step, minimum=minimum)
 
 
+def rounding_of(grid: Grid, lowest: Tensor) -> float:
+    """What a level loses where the lowest one of its group is ``lowest`` [N, G] fp64 instead.
+
+    As a share of the largest magnitude of the group.
+    """
+    highest = grid.lowest + grid.step * (2**grid.bits - 1)
+    largest = torch.maximum(grid.lowest.abs(), highest.abs())
+    difference = (lowest - grid.lowest).abs()
+    return torch.where(difference == 0, 0.0, difference / largest).max().item()
+
+
 def check_zero(zero: Tensor, bits: int, name: str) -> Tensor:
     """The zero points as int32. Raises CheckpointError outside 0 .. 2**bits."""
     zero = zero.int()

@@ -6,21 +6,27 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.exchange import gptq
+from quantkit.exchange import gguf_writer, gptq
 from quantkit.exchange.exported import Exported, ExportLayer
-from quantkit.exchange.grid import Grid
+from quantkit.exchange.files import Document, Fields, Layers, write_files
+from quantkit.exchange.grid import Grid, rounding_of
 from quantkit.exchange.words import WORD_BITS, pack_stream
 from quantkit.formats.bcq import group_width
 
 _MLX_BITS, _MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 _INTEGER_ZEROS = "quantize with zero: integer (rtn, also as GPTQ), or export to humming or mlx"
-Layers = Mapping[str, ExportLayer]
+
+
+def _any_model(_source: Exported) -> None:
+    """Formats of safetensors files hold every model."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +35,13 @@ class Target:
 
     check: raises CheckpointError for a layer that it cannot hold, and returns by how much it rounds its levels: the
     largest difference over the largest magnitude of a group, 0 where it is exact.
-    fields: (checkpoint, layer, all layers) -> its tensors.
-    document: (all layers, Linears left in floating point) -> entries of config.json.
+    write: (checkpoint, folder, bytes of a file at most) writes the weights and what describes them.
+    check_model: raises CheckpointError for a model that the format cannot hold, before its layers are looked at.
     """
 
     check: Callable[[ExportLayer], float]
-    fields: Callable[[Exported, ExportLayer, Layers], dict[str, Tensor]]
-    document: Callable[[Layers, tuple[str, ...]], dict[str, Any]]
-    metadata: str = "pt"
+    write: Callable[[Exported, Path, int], None]
+    check_model: Callable[[Exported], None] = _any_model
 
 
 def _integer_zeros(layer: ExportLayer) -> Grid:
@@ -54,18 +59,10 @@ def _whole_groups(layer: ExportLayer, grid: Grid) -> int:
     return width
 
 
-def _step(layer: ExportLayer, grid: Grid) -> Tensor:
-    """The step as fp16, exact. Raises CheckpointError beyond fp16."""
-    step = grid.step.half()
-    if not torch.equal(step.double(), grid.step):
-        raise CheckpointError(f"{layer.name}: its steps are beyond fp16")
-    return step
-
-
 def _check_compressed(layer: ExportLayer) -> float:
     if layer.grid is not None:
         _whole_groups(layer, _integer_zeros(layer))
-        _step(layer, layer.grid)
+        layer.step()
     return 0.0
 
 
@@ -81,7 +78,7 @@ def _compressed_fields(source: Exported, layer: ExportLayer, _layers: Layers) ->
     assert grid.zero is not None
     fields = {
         "weight_packed": pack_stream(source.codes(layer), grid.bits),
-        "weight_scale": _step(layer, grid),
+        "weight_scale": layer.step(),
         "weight_shape": torch.tensor([rows, columns]),
     }
     if not layer.is_symmetric:
@@ -123,7 +120,7 @@ def _compressed_document(layers: Layers, ignore: tuple[str, ...]) -> dict[str, A
 def _check_gptq(layer: ExportLayer) -> float:
     grid = _integer_zeros(layer)
     _whole_groups(layer, grid)
-    _step(layer, grid)
+    layer.step()
     gptq.check_writable(layer.name, *layer.shape, grid.bits)
     return 0.0
 
@@ -167,14 +164,6 @@ def _commonest(settings: Mapping[str, Any]) -> Any:
     return max(dict.fromkeys(values), key=values.count)
 
 
-def _rounding(grid: Grid, lowest: Tensor) -> float:
-    """What a level loses where the lowest one of its group is ``lowest`` [N, G] fp64 instead."""
-    highest = grid.lowest + grid.step * (2**grid.bits - 1)
-    largest = torch.maximum(grid.lowest.abs(), highest.abs())
-    difference = (lowest - grid.lowest).abs()
-    return torch.where(difference == 0, 0.0, difference / largest).max().item()
-
-
 def _zero_point(grid: Grid) -> Tensor:
     """[N, G] fp16, in steps."""
     return torch.where(grid.step == 0, 0.0, -grid.lowest / grid.step).half()
@@ -183,7 +172,7 @@ def _zero_point(grid: Grid) -> Tensor:
 def _check_humming(layer: ExportLayer) -> float:
     grid = layer.uniform
     _whole_groups(layer, grid)
-    _step(layer, grid)
+    layer.step()
     if layer.shape[1] * grid.bits % WORD_BITS or (grid.zero is not None and layer.shape[0] * grid.bits % WORD_BITS):
         raise CheckpointError(
             f"{layer.name}: {layer.shape[0]} x {layer.shape[1]} is not whole words of {grid.bits} bits"
@@ -192,12 +181,12 @@ def _check_humming(layer: ExportLayer) -> float:
         return 0.0
     if not bool(_zero_point(grid).isfinite().all()):
         raise CheckpointError(f"{layer.name}: its offsets are beyond fp16 when counted in steps")
-    return _rounding(grid, -_zero_point(grid).double() * grid.step)
+    return rounding_of(grid, -_zero_point(grid).double() * grid.step)
 
 
 def _humming_fields(source: Exported, layer: ExportLayer, _layers: Layers) -> dict[str, Tensor]:
     grid = layer.uniform
-    fields = {"weight": pack_stream(source.codes(layer), grid.bits), "weight_scale": _step(layer, grid)}
+    fields = {"weight": pack_stream(source.codes(layer), grid.bits), "weight_scale": layer.step()}
     if grid.zero is None:
         fields["zero_point"] = _zero_point(grid)
     elif not layer.is_symmetric:
@@ -227,19 +216,19 @@ def _humming_document(layers: Layers, ignore: tuple[str, ...]) -> dict[str, Any]
 def _check_mlx(layer: ExportLayer) -> float:
     grid = layer.uniform
     width = _whole_groups(layer, grid)
-    _step(layer, grid)
+    layer.step()
     if grid.bits not in _MLX_BITS or width not in _MLX_GROUPS:
         raise CheckpointError(
             f"{layer.name}: has {grid.bits} bits in groups of {width}; MLX runs {', '.join(map(str, _MLX_BITS))} bits "
             f"in groups of {', '.join(map(str, _MLX_GROUPS))}"
         )
-    return _rounding(grid, grid.lowest.half().double())
+    return rounding_of(grid, grid.lowest.half().double())
 
 
 def _mlx_fields(source: Exported, layer: ExportLayer, _layers: Layers) -> dict[str, Tensor]:
     grid = layer.uniform
     words = pack_stream(source.codes(layer), grid.bits).view(torch.uint32)
-    return {"weight": words, "scales": _step(layer, grid), "biases": grid.lowest.half()}
+    return {"weight": words, "scales": layer.step(), "biases": grid.lowest.half()}
 
 
 def _mlx_document(layers: Layers, _ignore: tuple[str, ...]) -> dict[str, Any]:
@@ -255,9 +244,14 @@ def _mlx_document(layers: Layers, _ignore: tuple[str, ...]) -> dict[str, Any]:
     return {"quantization": document, "quantization_config": document}
 
 
+def _files(fields: Fields, document: Document, metadata: str = "pt") -> Callable[[Exported, Path, int], None]:
+    return partial(write_files, fields=fields, document=document, metadata=metadata)
+
+
 TARGETS: dict[str, Target] = {
-    "compressed-tensors": Target(_check_compressed, _compressed_fields, _compressed_document),
-    "gptq": Target(_check_gptq, _gptq_fields, _gptq_document),
-    "humming": Target(_check_humming, _humming_fields, _humming_document),
-    "mlx": Target(_check_mlx, _mlx_fields, _mlx_document, metadata="mlx"),
+    "compressed-tensors": Target(_check_compressed, _files(_compressed_fields, _compressed_document)),
+    "gptq": Target(_check_gptq, _files(_gptq_fields, _gptq_document)),
+    "humming": Target(_check_humming, _files(_humming_fields, _humming_document)),
+    "mlx": Target(_check_mlx, _files(_mlx_fields, _mlx_document, metadata="mlx")),
+    "gguf": Target(gguf_writer.check_layer, gguf_writer.write, gguf_writer.check_model),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -58,3 +58,7 @@ class PackedWeight:
     shape: Shape
     tensors: Tensors
     report: Mapping[str, Any]
+
+    def to(self, device: Any) -> PackedWeight:
+        """The same with its tensors on a device."""
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})

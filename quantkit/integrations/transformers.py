@@ -18,7 +18,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from quantkit.checkpoint.config import QUANT_METHOD, CheckpointConfig, StoredLayer, config_from_json
+from quantkit.checkpoint.config import PREFIX_FIELDS, QUANT_METHOD, CheckpointConfig, StoredLayer, config_from_json
 from quantkit.checkpoint.names import module_names
 from quantkit.checkpoint.read import (
     check_tensors,
@@ -30,14 +30,15 @@ from quantkit.checkpoint.read import (
 )
 from quantkit.cpu import check_half_precision
 from quantkit.errors import CheckpointError, refusing
-from quantkit.models.experts import SeparateExperts, is_fused, merges_experts, separate_experts
+from quantkit.models.experts import RoutedExperts, SeparateExperts, is_fused, merges_experts, separate_experts
 from quantkit.models.families import linear_shape
 from quantkit.models.loading import auto_class, stored_dtype
-from quantkit.models.structure import is_linear
+from quantkit.models.structure import is_linear, output_head
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import Layout
 from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.fused_ffn import fuse_chains
+from quantkit.runtime.grouped_experts import group_experts
 from quantkit.storage.tensors import Verification, verifies
 
 
@@ -57,6 +58,8 @@ class QuantkitQuantizer(HfQuantizer):
 
     requires_calibration = True  # refuses quantization_config= on a floating-point checkpoint
     verification: Verification | None = None
+    skeleton: tuple[nn.Module, ...] = ()
+    """The modules of the model that is being loaded."""
 
     @property
     def is_trainable(self) -> bool:
@@ -79,6 +82,8 @@ class QuantkitQuantizer(HfQuantizer):
         check_tensors(config, files)
         self.verification = start_verifying(files, document) if verifies() else None
         install_skeleton(model, config)
+        install_prefix(model, config)
+        self.skeleton = tuple(model.modules())
         check_unquantized(model, config, files)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
@@ -86,25 +91,36 @@ class QuantkitQuantizer(HfQuantizer):
 
         Tensors were checked before loading, but for their digests.
         """
+        self.skeleton = ()
         if self.verification is not None:
             self.verification.finish()
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
                 module.prepare_for_device()
         fuse_chains(model)
+        group_experts(model)
         chunk_batches(model)
-        attention = config_from_json(self.quantization_config.to_dict()).attention
+        config = config_from_json(self.quantization_config.to_dict())
+        attention = config.attention
+        if config.prefix is not None:
+            from quantkit.runtime import prefix
+
+            prefix.install(model)
         if attention:
             # Needs all of transformers, which is only half imported where its quantizers import this module.
             from quantkit.runtime.int8_attention import install
 
             install(model, attention)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        """The model's own, but for those that would fuse the experts that install_skeleton has separated."""
-        separate = any(isinstance(module, SeparateExperts) for module in model.modules())
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: nn.Module) -> list[Any]:
+        """The model's own, but for those that would fuse the experts that install_skeleton has separated.
+
+        model: not given by transformers 5.17.
+        """
+        modules = model[0].modules() if model else self.skeleton
+        separate = any(isinstance(module, SeparateExperts) for module in modules)
         kept = [entry for entry in weight_conversions if not (separate and merges_experts(entry))]
-        return list(super().update_weight_conversions(kept, model))
+        return list(super().update_weight_conversions(kept, *model))
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
         """No entry beyond the model's own: every stored tensor has N at dim -2 and K at dim -1."""
@@ -124,7 +140,27 @@ def install_skeleton(model: nn.Module, config: CheckpointConfig) -> None:
     fused = [f"{name}." for name, module in model.named_modules() if is_fused(module)]
     if any(own.startswith(tuple(fused)) for own in names.values()):
         separate_experts(model)
-    install_layers(model, {names[name]: layer for name, layer in config.layers.items()})
+    prefix = getattr(model, "base_model_prefix", "")
+    base = bool(prefix) and not hasattr(model, prefix)
+    headless = base and output_head(model) is None  # AutoModel: no head, quantized or not
+    layers = {name: layer for name, layer in config.layers.items() if not headless or name.startswith(f"{prefix}.")}
+    install_layers(model, {names[name]: layer for name, layer in layers.items()})
+
+
+def install_prefix(model: nn.Module, config: CheckpointConfig) -> None:
+    """Give attention modules empty tensors for the checkpoint's prefix, in the model's dtype, on the meta device.
+
+    Raises CheckpointError for a module that the model does not have.
+    """
+    if config.prefix is None:
+        return
+    dtype = next(tensor.dtype for tensor in model.parameters() if tensor.is_floating_point())
+    names = module_names(model, config.prefix.modules)
+    for name, shape in config.prefix.modules.items():
+        with refusing(f"the checkpoint has a prefix for {name!r}, which this model lacks", CheckpointError):
+            module = model.get_submodule(names[name])
+        for field in PREFIX_FIELDS:
+            module.register_buffer(field, torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def install_layers(model: nn.Module, layers: Mapping[str, StoredLayer]) -> None:
@@ -159,16 +195,16 @@ def register() -> None:
 def load_checkpoint(folder: str, *, device: str, dtype: torch.dtype | None, layout: Layout = "latency") -> Any:
     """The model of a local quantkit checkpoint, in eval mode on the device; dtype None keeps the checkpoint's.
 
-    layout: what its weights' order on a GPU is for.
-
+    layout: what its weights' order on a GPU is for. Experts that run at once have the order for latency in any case.
     Raises CheckpointError for a folder that is no quantkit checkpoint or is damaged; DeviceError where a product in
     this dtype would end the process.
     """
     if torch.device(device).type == "cpu" and (dtype or stored_dtype(folder)) in (torch.bfloat16, torch.float16):
         check_half_precision()
     model = _load(folder, dtype=dtype or "auto").eval()
+    routed = {part for module in model.modules() if isinstance(module, RoutedExperts) for part in module.modules()}
     for module in model.modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear) and module not in routed:
             module.layout = layout
     return model.to(device)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import quantkit
@@ -21,7 +22,10 @@ from quantkit.errors import EvaluationError
 from quantkit.evaluation.divergence import DivergenceResult, check_same_tokens, divergence
 from quantkit.evaluation.tasks import TaskOptions, TaskScore, check_tasks, evaluate_tasks
 from quantkit.formats.table import FORMATS, format_name
-from quantkit.models.loading import is_quantized, load_model, resolve_model, stored_dtype
+from quantkit.models.loading import is_quantized, load_model, open_evaluated, resolve_model, stored_dtype
+from quantkit.models.stream import structure
+from quantkit.models.streaming import activations_dtype
+from quantkit.progress import say
 from quantkit.runtime.generation import captured_step, start
 
 _PROMPT_TOKENS, _NEW_TOKENS = 32, 16
@@ -33,7 +37,7 @@ class Row:
     for a hub id. bits_per_weight: of its quantized layers, or of all.
 
     divergence: from the first model; perplexities are in it. milliseconds_per_token: median of greedy decoding, batch
-    of one. scores: of the tasks, where some were asked for.
+    of one; None where the model does not fit into memory. scores: of the tasks, where some were asked for.
     """
 
     model: str
@@ -41,7 +45,7 @@ class Row:
     bytes: int | None
     bits_per_weight: float
     divergence: DivergenceResult
-    milliseconds_per_token: float
+    milliseconds_per_token: float | None
     scores: tuple[TaskScore, ...]
 
 
@@ -82,23 +86,49 @@ def compare(
     max_windows: int | None,
     tasks: TaskOptions | None,
     device: str,
+    activations: str = "fp32",
 ) -> Comparison:
     """Measure every model on one text; the first is the reference that the others' divergence is from.
 
-    The reference and one other model are loaded at a time. Raises QuantkitError as its parts do.
+    Divergence is taken block by block. Tasks and time per token need a model in memory as a whole, one at a time.
+    activations: what hidden states are stored in between blocks. Raises QuantkitError as its parts do, and
+    EvaluationError, before the tasks, for a model that does not fit.
     """
     check_models(models, tasks)
-    reference, tokenizer = load_model(models[0], device=device)
+    reference, tokenizer = open_evaluated(models[0], device=device)
     rows = []
     for model in models:
-        loaded, own_tokenizer = (reference, tokenizer) if model == models[0] else load_model(model, device=device)
+        opened, own_tokenizer = (reference, tokenizer) if model == models[0] else open_evaluated(model, device=device)
         check_same_tokens(tokenizer, own_tokenizer, corpus)
-        result = divergence(reference, loaded, tokenizer, corpus, seq_len=seq_len, max_windows=max_windows)
-        scores = evaluate_tasks(loaded, own_tokenizer, tasks) if tasks is not None else []
-        label, size, bits = _size(model)
-        rows.append(Row(model, label, size, bits, result, milliseconds_per_token(loaded), tuple(scores)))
+        result = divergence(
+            reference,
+            opened,
+            tokenizer,
+            corpus,
+            seq_len=seq_len,
+            max_windows=max_windows,
+            activations=activations_dtype(activations),
+        )
+        speed, scores = _run_whole(model, opened, tasks, device)
+        rows.append(Row(model, *_size(model), result, speed, scores))
     machine = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
     return Comparison(tuple(rows), quantkit.__version__, str(torch.__version__), device, machine)
+
+
+def _run_whole(
+    model: str, opened: Any, tasks: TaskOptions | None, device: str
+) -> tuple[float | None, tuple[TaskScore, ...]]:
+    """(milliseconds per token, or None where the model does not fit into memory, scores of the tasks)."""
+    need, free = weight_bytes(structure(opened)), free_memory(torch.device(device))
+    if need > free:
+        short = f"{model}: takes {need / 1e9:.1f} GB as a whole, {free / 1e9:.1f} GB are free on {device}"
+        if tasks is not None:
+            raise EvaluationError(f"{short}; tasks cannot be run")
+        say(f"{short}; its time per token is left out")
+        return None, ()
+    loaded, tokenizer = load_model(model, device=device)
+    scores = evaluate_tasks(loaded, tokenizer, tasks) if tasks is not None else []
+    return milliseconds_per_token(loaded), tuple(scores)
 
 
 def milliseconds_per_token(model: Any) -> float:
@@ -115,6 +145,18 @@ def milliseconds_per_token(model: Any) -> float:
         _synchronize(device)
         spans.append(time.perf_counter() - began)
     return 1e3 * statistics.median(spans)
+
+
+def weight_bytes(model: torch.nn.Module) -> int:
+    """Bytes of a model's weights, wherever they are."""
+    return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU's, or of the computer's, memory that are free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -157,7 +199,7 @@ def comparison_table(document: dict[str, Any]) -> tuple[list[str], list[list[str
             f"{d['mean_kl']:.5f} ± {d['mean_kl_stderr']:.5f}",
             f"{d['p99_kl']:.4f}",
             f"{d['same_top1']:.2%}",
-            f"{row['milliseconds_per_token']:.2f}",
+            "" if row["milliseconds_per_token"] is None else f"{row['milliseconds_per_token']:.2f}",
         ]
         rows.append(cells + [_score(scores.get(key)) for key in tasks])
     return columns + [f"{task} {metric}" for task, metric in tasks], rows

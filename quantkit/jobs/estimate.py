@@ -8,19 +8,24 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import psutil
+import torch
 from torch import nn
 
 from quantkit.calibration.artifact import Calibration
-from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, config_to_json
+from quantkit.checkpoint.config import CheckpointConfig, Prefix, StoredLayer, config_to_json
 from quantkit.checkpoint.names import stored_names
 from quantkit.checkpoint.write import weight_bytes, weights_metadata
 from quantkit.errors import OutputError
 from quantkit.formats.base import Shape
 from quantkit.formats.table import stored_bytes
-from quantkit.integrations.transformers import install_layers
+from quantkit.integrations.transformers import install_layers, install_prefix
+from quantkit.jobs.quantize_blocks import HEAD_ROWS
 from quantkit.methods import METHODS, LayerPlan
-from quantkit.models.families import block_linears, linear_shape
+from quantkit.models.families import linear_shape
 from quantkit.models.stream import ModelStream
+from quantkit.models.structure import untie_head
+from quantkit.tuning.settings import TuneSettings
+from quantkit.tuning.whole_model import tuning_bytes
 
 # Chosen so that what scripts/large_model.py measures lies below.
 _PROCESS_BYTES = 700_000_000  # torch, transformers and the model's structure
@@ -45,7 +50,7 @@ class Estimate:
     """files, most_files: bytes of the weight files, equal where no format depends on the data.
 
     disk: bytes needed at the output's place while the work lasts. memory: expected at the peak; where the device is a
-    GPU, of the GPU.
+    GPU, of the GPU. tunes: whether tuning the whole model decides it.
     """
 
     layers: tuple[LayerEstimate, ...]
@@ -54,27 +59,42 @@ class Estimate:
     disk: int
     memory: int
     device: str
+    tunes: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """All of it as a JSON document."""
         return asdict(self)
 
     def check_memory(self) -> None:
-        """Raise OutputError where the computer's memory cannot hold what is expected."""
-        free = psutil.virtual_memory().available
-        if self.device == "cpu" and free < self.memory:
+        """Raise OutputError where the memory of the computer, or the GPU's for tuning, cannot hold what is expected."""
+        if self.device == "cpu":
+            free = psutil.virtual_memory().available
+        elif self.tunes:
+            free = torch.cuda.mem_get_info()[0]
+        else:
+            return
+        if free < self.memory:
+            fewer = "set tune.codes=false or leave tune out" if self.tunes else "use fewer calibration windows"
             raise OutputError(
                 f"quantizing takes about {self.memory / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; "
-                "end other programs or use fewer calibration windows"
+                f"end other programs or {fewer}"
             )
 
 
 def estimate(
-    stream: ModelStream, plans: Mapping[str, LayerPlan], artifact: Calibration | None, dtype: Any, hidden_bytes: int
+    stream: ModelStream,
+    plans: Mapping[str, LayerPlan],
+    artifact: Calibration | None,
+    dtype: Any,
+    hidden_bytes: int,
+    tuning: TuneSettings | None = None,
+    *,
+    prefix: Prefix | None = None,
 ) -> Estimate:
     """Of a model whose layers are planned. dtype: of what stays floating point. hidden_bytes: of one stored value of a
-    hidden state, 0 where no text runs through the blocks."""
-    shapes = {name: linear_shape(module) for name, module in block_linears(stream.model).items() if name in plans}
+    hidden state, 0 where no text runs through the blocks. tuning: what follows with the whole model in memory. prefix:
+    that will be stored."""
+    shapes = {name: linear_shape(stream.model.get_submodule(name)) for name in plans}
     specs = {name: METHODS[plan.method].stored_specs(plan.settings, shapes[name]) for name, plan in plans.items()}
     names = stored_names(stream.model, shapes)
     layers = tuple(
@@ -87,24 +107,31 @@ def estimate(
         )
         for name, shape in shapes.items()
     )
-    files = [_file_bytes(stream, {name: own[end] for name, own in specs.items()}, shapes, dtype) for end in (0, -1)]
+    ends = ({name: StoredLayer(own[end], shapes[name]) for name, own in specs.items()} for end in (0, -1))
+    files = [_file_bytes(stream, CheckpointConfig(own, (), {}, prefix=prefix), dtype) for own in ends]
     width = stream.model.config.get_text_config().hidden_size
     state = 0 if artifact is None else artifact.windows.numel() * width * hidden_bytes
+    weights = sum(rows * columns for rows, columns in shapes.values())
+    tuned = 0 if tuning is None else _PROCESS_BYTES + tuning_bytes(stream.model, weights, tuning)
+    blockwise = _memory(stream, plans, shapes, state)
     return Estimate(
         layers=layers,
         files=files[0],
         most_files=files[-1],
-        disk=2 * files[0] + 2 * state,
-        memory=_memory(stream, plans, shapes, state),
+        disk=(2 if tuning is None else 3) * files[0] + 2 * state,
+        memory=max(blockwise, tuned),
         device=stream.device.type,
+        tunes=tuned > blockwise,
     )
 
 
-def _file_bytes(stream: ModelStream, specs: Mapping[str, Any], shapes: Mapping[str, Shape], dtype: Any) -> int:
+def _file_bytes(stream: ModelStream, config: CheckpointConfig, dtype: Any) -> int:
     """Bytes of all weight files of a checkpoint whose layers are stored so."""
     model: nn.Module = copy.deepcopy(stream.model).to("meta")
-    config = CheckpointConfig({name: StoredLayer(spec, shapes[name]) for name, spec in specs.items()}, (), {})
+    if any(stream.owner(name) is None for name in config.layers):  # the head
+        untie_head(model)
     install_layers(model, config.layers)
+    install_prefix(model, config)
     return weight_bytes(model.to(dtype), weights_metadata(config_to_json(config)))
 
 
@@ -114,7 +141,10 @@ def _memory(stream: ModelStream, plans: Mapping[str, LayerPlan], shapes: Mapping
     for name, parameter in stream.model.named_parameters():
         parts[stream.owner(name)] = parts.get(stream.owner(name), 0) + parameter.numel() * _FP32
     outside = parts.pop(None, 0)
-    solving = max(rows * columns for rows, columns in shapes.values()) * _FP32 * _SOLVER_COPIES
+    sizes = {name: rows * columns for name, (rows, columns) in shapes.items() if stream.owner(name) is not None}
+    solving = max(sizes.values()) * _FP32 * _SOLVER_COPIES
+    heads = [HEAD_ROWS * columns for name, (_, columns) in shapes.items() if name not in sizes]
+    outside += sum(heads) * _FP32 * _SOLVER_COPIES
     widths: dict[str | None, set[tuple[str, int]]] = {}
     for name, plan in plans.items():
         if METHODS[plan.method].needs_hessian(plan.settings):

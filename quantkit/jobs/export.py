@@ -6,12 +6,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.checkpoint.write import folder_bytes
 from quantkit.errors import CheckpointError, OutputError, refusing
 from quantkit.exchange.export import plan_export, write_export
 from quantkit.exchange.exported import opened_checkpoint
 from quantkit.exchange.targets import TARGETS
 from quantkit.storage.output import output_folder
+
+_WEIGHTS = (".safetensors", ".gguf")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,6 @@ def export_model(checkpoint: Path, out: Path, *, to: str, exact: bool = False) -
         layers=len(roundings),
         exact=sum(rounding == 0 for rounding in roundings),
         rounding=max(roundings),
-        bytes=folder_bytes(out),
+        bytes=sum(path.stat().st_size for path in out.iterdir() if path.suffix in _WEIGHTS),
         seconds=time.perf_counter() - started,
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,29 @@ from torch import Tensor, nn
 
 import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
-from quantkit.calibration.runner import ACTIVATIONS, check_activations
-from quantkit.checkpoint.config import CheckpointConfig, bits_per_weight, config_to_json
+from quantkit.checkpoint.config import CheckpointConfig, Prefix, bits_per_weight, config_to_json
 from quantkit.checkpoint.names import stored_names, with_stored_names
 from quantkit.checkpoint.write import folder_bytes, foreign, save_checkpoint, save_surroundings
-from quantkit.errors import CalibrationError, ModelError, OutputError, StatsError, refusing
+from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeError, StatsError, refusing
 from quantkit.integrations.transformers import attach_config, check_readable
 from quantkit.jobs.estimate import Estimate, estimate
+from quantkit.jobs.prefix_pass import prefix_of
 from quantkit.jobs.quantize_blocks import BlockWork, quantize_blocks
-from quantkit.methods import METHODS, LayerPlan, check_recipe, plan_layers
-from quantkit.models.families import block_linears
-from quantkit.models.loading import is_quantized, open_stream, stored_dtype, stream_fingerprint
+from quantkit.jobs.tune import planned_tuning, tuned_piece
+from quantkit.methods import METHODS, LayerPlan, check_recipe, head_plan, plan_layers
+from quantkit.models.families import block_linears, linear_shape
+from quantkit.models.loading import first_device, is_quantized, open_stream, stored_dtype, stream_fingerprint
+from quantkit.models.prefix import check_takes_prefix
 from quantkit.models.stream import ModelStream
+from quantkit.models.streaming import activations_dtype
+from quantkit.models.structure import output_head
 from quantkit.models.unquantized import Unquantized, check_unquantized_weights, unquantized
+from quantkit.ranks import ALONE, Ranks
 from quantkit.recipe import Recipe
 from quantkit.runtime import int8_attention
-from quantkit.storage.output import output_folder
-from quantkit.storage.resume import Workspace, workspace
+from quantkit.storage.output import OutputFolder, output_folder
+from quantkit.storage.resume import Workspace, shared_workspace, workspace
+from quantkit.tuning.settings import TuneSettings
 
 _LARGEST = torch.finfo(torch.float16).max  # scales and offsets are stored in fp16
 
@@ -40,14 +47,17 @@ _LARGEST = torch.finfo(torch.float16).max  # scales and offsets are stored in fp
 class QuantizeOptions:
     """How the work is done; none of it is in the recipe.
 
-    device: where to compute. activations: fp32 or bf16, what hidden states are stored in between blocks.
+    device: where to compute, by default the first GPU, else the CPU. activations: fp32 or bf16, what hidden states are
+    stored in between blocks.
     overwrite: whether an earlier checkpoint gives way. restart: whether what an earlier run left is dropped.
+    ranks: the processes that share the work, each called with the same arguments but for its device.
     """
 
-    device: str = "cpu"
+    device: str = field(default_factory=first_device)
     activations: str = "fp32"
     overwrite: bool = False
     restart: bool = False
+    ranks: Ranks = ALONE
 
 
 @dataclass(frozen=True)
@@ -68,40 +78,67 @@ class QuantizeResult:
 
 def quantize_model(
     model: str, recipe: Recipe, out: Path, *, calibration: Path | None, options: QuantizeOptions
-) -> QuantizeResult:
+) -> QuantizeResult | None:
     """Quantize a model by a recipe and write it to ``out``; everything is checked before the first layer.
 
     One decoder block is in memory at a time. Finished blocks stay beside ``out`` when the work is cut short, and the
-    same call goes on from them.
+    same call goes on from them. Of several ranks the first writes and returns the result, the others None.
     Raises QuantkitError: recipe, output folder, calibration and weights each with their own subclass.
     """
     check_recipe(recipe)
-    with output_folder(out, replace=options.overwrite, foreign=foreign, source=Path(model)) as output:
-        job = open_job(model, recipe, calibration, options)
-        _check_space(expect(job, options), output.work)
-        identity = _identity(job, calibration, options)
-        with refusing(f"output {out} cannot be written", OutputError):
-            save_surroundings(job.stream.model, job.tokenizer, output.work)
+    with _opened(model, recipe, out, calibration, options) as (job, output, work):
         started = time.perf_counter()
-        with workspace(output.place, identity, restart=options.restart) as work:
-            config, report = _quantize(job, work, ACTIVATIONS[options.activations])
-            seconds = time.perf_counter() - started
-            document = {"quantkit": quantkit.__version__, "model": model, "recipe": _recipe_document(recipe), **report}
-            loaded = job.stream.model.to(job.dtype)
-            attach_config(loaded, config_to_json(config))
+        blocks = _block_work(job, options)
+        config, report = _quantize(job, blocks, work)
+        if output is None:
+            return None
+        document = {"quantkit": quantkit.__version__, "model": model, "recipe": _recipe_document(recipe), **report}
+        loaded = job.stream.model.to(job.dtype)
+        attach_config(loaded, config_to_json(config))
+
+        def save(folder: Path) -> None:
             with refusing(f"output {out} cannot be written", OutputError):
-                save_checkpoint(loaded, document, output.work, work.tensors())
-            check_readable(output.work)
-            output.publish()
+                save_checkpoint(loaded, document, folder, work.tensors())
+
+        if job.tuning is not None:
+            document["tuning"] = tuned_piece(blocks, model, work, job.tuning, save)
+        seconds = time.perf_counter() - started
+        save(output.work)
+        check_readable(output.work)
+        output.publish()
     size, bits = folder_bytes(out), bits_per_weight(config)
     return QuantizeResult(out, len(job.plans), bits, size, seconds, report["layers"], job.unquantized)
+
+
+@contextmanager
+def _opened(
+    model: str, recipe: Recipe, out: Path, calibration: Path | None, options: QuantizeOptions
+) -> Iterator[tuple[Job, OutputFolder | None, Workspace]]:
+    """The job, where its output is made, and its workspace; the first rank checks everything and has the output."""
+    made: list[tuple[Job, OutputFolder]] = []
+
+    @contextmanager
+    def leading() -> Iterator[Workspace]:
+        with output_folder(out, replace=options.overwrite, foreign=foreign, source=Path(model)) as output:
+            job = open_job(model, recipe, calibration, options)
+            _check_space(expect(job, options), output.work)
+            identity = _identity(job, calibration, options)
+            with refusing(f"output {out} cannot be written", OutputError):
+                save_surroundings(job.stream.model, job.tokenizer, output.work)
+            made.append((job, output))
+            with workspace(output.place, identity, restart=options.restart) as work:
+                yield work
+
+    with shared_workspace(options.ranks, leading) as work:
+        job, output = made[0] if made else (open_job(model, recipe, calibration, options), None)
+        yield job, output, work
 
 
 @dataclass(frozen=True)
 class Job:
     """A model that is about to be quantized, checked as far as its shapes go.
 
-    dtype: of what stays floating point. unquantized: what of that is worth a word.
+    dtype: of what stays floating point. unquantized: what of that is worth a word. tuning: what follows, or None.
     """
 
     model: str
@@ -112,21 +149,32 @@ class Job:
     artifact: Calibration | None
     dtype: torch.dtype
     unquantized: tuple[Unquantized, ...]
+    tuning: TuneSettings | None
+
+    @property
+    def prefix(self) -> Prefix | None:
+        """What the checkpoint's texts will stand behind."""
+        tokens = self.artifact.meta.prefix if self.artifact is not None else ()
+        return prefix_of(self.stream.model, tokens)
 
 
 def open_job(model: str, recipe: Recipe, calibration: Path | None, options: QuantizeOptions) -> Job:
     """Open the model and plan its layers; no weight is read. Raises QuantkitError as quantize_model does."""
-    check_activations(options.activations)
+    activations_dtype(options.activations)
     if is_quantized(model):
         raise ModelError(f"model {model} is quantized already; give the floating-point original")
     artifact = load_calibration(calibration) if calibration else None
     stream, tokenizer = open_stream(model, dtype=torch.float32, device=options.device)
-    plans = plan_layers(recipe, list(block_linears(stream.model)))
+    linears = block_linears(stream.model)
+    plans = plan_layers(recipe, list(linears))
     _check_calibration(plans, artifact, recipe)
+    tuning = planned_tuning(recipe, plans, {name: linear_shape(linears[name]) for name in plans}, artifact)
     _check_attention(recipe, artifact, stream.model)
+    _check_prefix(recipe, artifact, stream.model)
+    plans |= _head_plans(recipe, stream.model)
     left = unquantized(stream.model, plans, recipe.keeps)
     check_unquantized_weights(left, recipe.name)
-    return Job(model, recipe, stream, tokenizer, plans, artifact, stored_dtype(model), tuple(left))
+    return Job(model, recipe, stream, tokenizer, plans, artifact, stored_dtype(model), tuple(left), tuning)
 
 
 def expect(job: Job, options: QuantizeOptions) -> Estimate:
@@ -134,8 +182,8 @@ def expect(job: Job, options: QuantizeOptions) -> Estimate:
     runs_text = job.recipe.attention_bits is not None or any(
         METHODS[plan.method].needs_hessian(plan.settings) for plan in job.plans.values()
     )
-    stored = ACTIVATIONS[options.activations].itemsize if runs_text else 0
-    return estimate(job.stream, job.plans, job.artifact, job.dtype, stored)
+    stored = activations_dtype(options.activations).itemsize if runs_text else 0
+    return estimate(job.stream, job.plans, job.artifact, job.dtype, stored, job.tuning, prefix=job.prefix)
 
 
 def _check_space(need: Estimate, folder: Path) -> None:
@@ -171,7 +219,20 @@ def _identity(job: Job, calibration: Path | None, options: QuantizeOptions) -> d
     }
 
 
-def _quantize(job: Job, work: Workspace, activations: torch.dtype) -> tuple[CheckpointConfig, dict[str, Any]]:
+def _block_work(job: Job, options: QuantizeOptions) -> BlockWork:
+    return BlockWork(
+        job.stream,
+        job.plans,
+        job.artifact,
+        job.dtype,
+        activations_dtype(options.activations),
+        attention=job.recipe.attention_bits is not None,
+        ranks=options.ranks,
+        prefix=job.prefix,
+    )
+
+
+def _quantize(job: Job, blocks: BlockWork, work: Workspace) -> tuple[CheckpointConfig, dict[str, Any]]:
     """Quantize every planned layer in place; (the config of the result, what quantkit.json says of it).
 
     Both name layers as the files do.
@@ -181,13 +242,12 @@ def _quantize(job: Job, work: Workspace, activations: torch.dtype) -> tuple[Chec
         "recipe": job.recipe.name,
         "calibration": job.artifact.meta.to_json() if job.artifact is not None else None,
     }
-    blocks = BlockWork(
-        job.stream, job.plans, job.artifact, job.dtype, activations, attention=job.recipe.attention_bits is not None
-    )
     done = quantize_blocks(blocks, work)
     ignore = [name for name, module in job.stream.model.named_modules() if isinstance(module, nn.Linear)]
-    names = stored_names(job.stream.model, [*done.stored, *ignore])
-    config = with_stored_names(CheckpointConfig(done.stored, tuple(ignore), meta, done.attention), names)
+    modules = () if blocks.prefix is None else blocks.prefix.modules
+    names = stored_names(job.stream.model, [*done.stored, *ignore, *modules])
+    config = CheckpointConfig(done.stored, tuple(ignore), meta, done.attention, blocks.prefix)
+    config = with_stored_names(config, names)
     report = {
         "calibration": meta["calibration"],
         "transforms": done.transforms,
@@ -215,6 +275,18 @@ def _check_calibration(plans: Mapping[str, LayerPlan], artifact: Calibration | N
             )
 
 
+def _head_plans(recipe: Recipe, model: nn.Module) -> dict[str, LayerPlan]:
+    """The plan of the head by its name, where the recipe quantizes it."""
+    if recipe.head_bits is None:
+        return {}
+    head = output_head(model)
+    if head is None:
+        raise RecipeError(
+            f"recipe {recipe.name}: head_bits: {type(model).__name__} has no Linear that makes its logits"
+        )
+    return {head[0]: head_plan(recipe.head_bits)}
+
+
 def _check_attention(recipe: Recipe, artifact: Calibration | None, model: nn.Module) -> None:
     if recipe.attention_bits is not None:
         int8_attention.check_supported(model)
@@ -223,6 +295,22 @@ def _check_attention(recipe: Recipe, artifact: Calibration | None, model: nn.Mod
                 f"recipe {recipe.name}: attention_bits needs a calibration artifact for the ranges of Q, K and V; "
                 "make one with 'quantkit calibrate' and pass it as `calibration`"
             )
+
+
+def _check_prefix(recipe: Recipe, artifact: Calibration | None, model: nn.Module) -> None:
+    """Refuse a recipe and a calibration of which one has a prefix: what lies behind one has other ranges."""
+    tokens = () if artifact is None else artifact.meta.prefix
+    if recipe.prefix is not None:
+        check_takes_prefix(model)
+        if not tokens:
+            raise CalibrationError(
+                f"recipe {recipe.name}: prefix needs a calibration that was collected behind one; set `prefix` there"
+            )
+    elif tokens:
+        raise CalibrationError(
+            f"calibration: was collected behind a prefix of {len(tokens)} tokens, which recipe {recipe.name} does not "
+            "store; set prefix=auto, or calibrate without"
+        )
 
 
 def _check_weight(name: str, weight: Tensor) -> None:

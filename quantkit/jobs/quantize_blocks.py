@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,31 +12,41 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibration.artifact import Calibration
-from quantkit.checkpoint.config import AttentionScales, StoredLayer
+from quantkit.checkpoint.config import AttentionScales, CheckpointConfig, Prefix, StoredLayer
 from quantkit.checkpoint.write import stored_tensors
 from quantkit.errors import ModelError
+from quantkit.formats.base import PackedWeight
+from quantkit.formats.shard import join
 from quantkit.formats.table import spec_from_json, spec_to_json
-from quantkit.integrations.transformers import install_layers
+from quantkit.integrations.transformers import install_layers, install_prefix
+from quantkit.jobs.prefix_pass import PrefixPass
+from quantkit.jobs.solve_layers import quantize_layers
 from quantkit.methods import METHODS, LayerPlan
 from quantkit.models.experts import expert_linears
-from quantkit.models.families import linear_bias, linear_weight
+from quantkit.models.families import linear_bias, linear_shape, linear_weight
+from quantkit.models.hessians import Features, block_hessians
 from quantkit.models.stream import ModelStream
-from quantkit.models.streaming import BlockInputs, Features, block_hessians, run_block, stored_inputs
+from quantkit.models.streaming import BlockInputs, fast_products, run_block, state_room, stored_inputs
+from quantkit.models.structure import untie_head
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.progress import track
 from quantkit.quantizers.base import LayerInput
+from quantkit.ranks import ALONE, Loads, Ranks
 from quantkit.runtime import int8_attention
+from quantkit.runtime import prefix as runtime_prefix
 from quantkit.stats import LayerStats
-from quantkit.storage.resume import Workspace
+from quantkit.storage.resume import Commits, Workspace
 
 ATTENTION_WINDOWS = 8  # enough for the largest magnitudes
+HEAD_ROWS = 4096  # of the head, quantized at once: its quantizer holds several copies in fp32
 
 
 @dataclass(frozen=True)
 class BlockWork:
     """What is to be done. dtype: of what stays floating point. activations: what hidden states are stored in.
 
-    attention: whether the ranges of Q, K and V are taken.
+    attention: whether the ranges of Q, K and V are taken. ranks: those that share the work. prefix: what every text
+    stands behind, or None.
     """
 
     stream: ModelStream
@@ -44,6 +55,8 @@ class BlockWork:
     dtype: torch.dtype
     activations: torch.dtype
     attention: bool
+    ranks: Ranks = ALONE
+    prefix: Prefix | None = None
 
     @property
     def streams(self) -> bool:
@@ -53,18 +66,23 @@ class BlockWork:
 
 @dataclass
 class Done:
-    """What was done so far. transforms: by method. layers: the report of each. stored, attention: for the config."""
+    """What was done so far. transforms: by method. layers: the report of each. stored, attention: for the config.
+
+    prefix_hidden: what the next block's prefix is computed from, where there is one.
+    """
 
     transforms: dict[str, dict[str, Any]] = field(default_factory=dict)
     layers: dict[str, dict[str, Any]] = field(default_factory=dict)
     stored: dict[str, StoredLayer] = field(default_factory=dict)
     attention: dict[str, AttentionScales] = field(default_factory=dict)
+    prefix_hidden: list[float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What a piece of the work remembers."""
         stored = {name: [spec_to_json(one.spec), list(one.shape)] for name, one in self.stored.items()}
         attention = {name: asdict(scales) for name, scales in self.attention.items()}
-        return {"transforms": self.transforms, "layers": self.layers, "stored": stored, "attention": attention}
+        document = {"transforms": self.transforms, "layers": self.layers, "stored": stored, "attention": attention}
+        return document | ({} if self.prefix_hidden is None else {"prefix_hidden": self.prefix_hidden})
 
     def add(self, document: Mapping[str, Any]) -> None:
         """Take in what to_json gave for a further part of the model."""
@@ -73,6 +91,7 @@ class Done:
             for key, value in report.items():
                 known[key] = known.get(key, []) + value if isinstance(value, list) else value
         self.layers |= document["layers"]
+        self.prefix_hidden = document.get("prefix_hidden", self.prefix_hidden)
         for name, (spec, (rows, columns)) in document["stored"].items():
             self.stored[name] = StoredLayer(spec_from_json(spec), (rows, columns))
         self.attention |= {name: AttentionScales(**scales) for name, scales in document["attention"].items()}
@@ -83,60 +102,122 @@ def quantize_blocks(job: BlockWork, work: Workspace) -> Done:
 
     Where a block needs Hessians, they are of the inputs that the blocks before it, already quantized, produce.
     """
-    with int8_attention.observing(job.stream.model) if job.attention else nullcontext():
+    with ExitStack() as stack:
+        if job.attention:
+            stack.enter_context(int8_attention.observing(job.stream.model))
+        if job.prefix is not None:
+            stack.enter_context(runtime_prefix.installed(job.stream.model))
         return _quantize_blocks(job, work)
 
 
 def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
     done, stream, last = Done(), job.stream, len(job.stream.blocks) - 1
-    inputs = _quantize_outside(job, work)
-    for number in range(work.finished):
-        earlier = Done()
-        earlier.add(work.document(number))
-        install_layers(stream.model, earlier.stored)
-        done.add(earlier.to_json())
-    for index in track(range(work.finished - 1, last + 1), "quantizing blocks"):
-        part, following = Done(), None
-        if inputs is not None and index < last:
-            following = work.state(index + 2, tuple(inputs.hidden.shape), job.activations)
-        with stream.block(index) as block:
-            _quantize_block(job, index, inputs, part)
-            if inputs is not None:
-                _run_on(job, index, inputs, following, part)
-            block.to("cpu", job.dtype)
-            work.commit(_stored_part(stream, stream.blocks[index][0]), part.to_json(), following)
-        done.add(part.to_json())
-        if inputs is not None and following is not None:
-            inputs = inputs.with_hidden(following)
+    with Commits(work, job.ranks, stream.device) as commits:
+        inputs, ahead = _quantize_outside(job, work, commits)
+        job.ranks.collect(None)  # the first rank's pieces are read by all
+        for number in range(work.finished):
+            earlier = Done()
+            earlier.add(work.document(number))
+            install_layers(
+                stream.model, {name: one for name, one in earlier.stored.items() if not _is_packed(stream, name)}
+            )
+            _install_prefix(job, number - 1)
+            done.add(earlier.to_json())
+        for index in track(range(work.finished - 1, last + 1), "quantizing blocks"):
+            part, following = Done(), None
+            if inputs is not None and index < last:
+                hidden = inputs.hidden
+                following = state_room(stream.device, work, index + 2, tuple(hidden.shape), hidden.dtype)
+            with stream.block(index) as block:
+                _quantize_block(job, index, inputs, ahead, part)
+                if inputs is not None:
+                    _run_on(job, index, inputs, following, part)
+                block.to("cpu", job.dtype)
+                commits.commit(_stored_part(stream, stream.blocks[index][0]), part.to_json(), following)
+            done.add(part.to_json())
+            if inputs is not None and following is not None:
+                inputs = inputs.with_hidden(following)
     if job.attention and not done.attention:
         raise ModelError(f"{type(stream.model).__name__}: no attention module called the attention function")
     return done
 
 
-def _quantize_outside(job: BlockWork, work: Workspace) -> BlockInputs | None:
-    """The piece before the blocks: what is outside them, edited by the methods. Returns what flows into the next block.
+def _install_prefix(job: BlockWork, index: int) -> None:
+    """Give a block that an earlier run has quantized the shapes of its prefix; index -1 is what stands before them."""
+    if job.prefix is None or not 0 <= index < len(job.stream.blocks):
+        return
+    name, _ = job.stream.blocks[index]
+    own = {module: shape for module, shape in job.prefix.modules.items() if module.startswith(f"{name}.")}
+    install_prefix(job.stream.model, CheckpointConfig({}, (), {}, prefix=replace(job.prefix, modules=own)))
 
-    The methods' edit may change the model's structure (untie its head), so a run that goes on makes it again.
+
+def _quantize_outside(
+    job: BlockWork, work: Workspace, commits: Commits
+) -> tuple[BlockInputs | None, PrefixPass | None]:
+    """The piece before the blocks: what is outside them, edited by the methods.
+
+    Returns what flows into the next block: of the text, and of the prefix.
+
+    The methods' edit may change the model's structure (untie its head), so a run that goes on makes it again. A head
+    that is quantized has a tensor of its own; where it was tied, the embedding keeps the weight.
     """
-    stream, inputs, part = job.stream, None, Done()
+    stream, inputs, ahead, part = job.stream, None, None, Done()
     with stream.outside():
-        _transform(job, part)
+        transform_part(job, part)
         if job.artifact is not None and job.streams and work.finished <= len(stream.blocks):
-            inputs = stored_inputs(stream, job.artifact.windows, work, job.activations, first=1)
+            with fast_products(stream.device):
+                inputs = stored_inputs(stream, job.artifact.windows, work, job.activations, first=1, ranks=job.ranks)
+        if job.prefix is not None and work.finished <= len(stream.blocks):
+            hidden = work.document(work.finished - 1).get("prefix_hidden") if work.finished else None
+            ahead = PrefixPass(stream, job.prefix, hidden)
+        head = next((name for name in job.plans if stream.owner(name) is None), None)
+        if head is not None:
+            untie_head(stream.model)
         if not work.finished:
-            tensors = {
-                name: tensor.to("cpu", job.dtype if tensor.is_floating_point() else tensor.dtype)
-                for name, tensor in _stored_part(stream, None).items()
-            }
-            work.commit(tensors, part.to_json(), None if inputs is None else inputs.hidden)
-    return inputs
+            packed = {} if head is None else _quantize_head(job, head, part)
+            tensors = {name: _stored(tensor, job.dtype, packed) for name, tensor in _stored_part(stream, None).items()}
+            commits.commit(tensors, part.to_json(), None if inputs is None else inputs.hidden)
+            commits.wait()
+    return inputs, ahead
+
+
+def _quantize_head(job: BlockWork, name: str, part: Done) -> dict[int, Tensor]:
+    """Quantize and replace the head, some rows at a time; returns its stored tensors by address."""
+    model, plan = job.stream.model, job.plans[name]
+    module: Any = model.get_submodule(name)
+    weight, method, joined, errors = linear_weight(module).detach(), METHODS[plan.method], [], 0.0
+    for rows in track(weight.split(HEAD_ROWS), "quantizing the head"):
+        layer = LayerInput(name, rows.float().contiguous())
+        packed = method.quantize(layer, plan.settings)
+        joined.append(packed.tensors)
+        errors += packed.report["weight_error"] * float(layer.weight.square().sum(dtype=torch.float64))
+    tensors = join(packed.spec, joined, weight.shape[1])
+    assert tensors is not None
+    norm = sum(float(rows.float().square().sum(dtype=torch.float64)) for rows in weight.split(HEAD_ROWS))
+    report = {"weight_error": errors / norm if norm else 0.0}
+    whole = PackedWeight(packed.spec, (weight.shape[0], weight.shape[1]), tensors, report)
+    quantized = QuantizedLinear.from_packed(whole, linear_bias(module), module.weight.dtype)
+    model.set_submodule(name, quantized)
+    part.layers[name] = {"method": plan.method, **report}
+    part.stored[name] = StoredLayer(quantized.spec, quantized.shape)
+    return {tensor.data_ptr(): tensor for tensor in quantized.held.values()}
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype, packed: Mapping[int, Tensor]) -> Tensor:
+    """What is written of a tensor outside the blocks: the format's own as they are, other floats in ``dtype``."""
+    own = tensor.data_ptr() in packed or not tensor.is_floating_point()
+    return tensor.to("cpu", tensor.dtype if own else dtype)
+
+
+def _is_packed(stream: ModelStream, name: str) -> bool:
+    return isinstance(stream.model.get_submodule(name), QuantizedLinear)
 
 
 def _stored_part(stream: ModelStream, prefix: str | None) -> dict[str, Tensor]:
     return stored_tensors(stream.model, lambda name: stream.owner(name) == prefix)
 
 
-def _transform(job: BlockWork, part: Done) -> tuple[dict[str, Tensor], dict[str, LayerStats]]:
+def transform_part(job: BlockWork, part: Done) -> tuple[dict[str, Tensor], dict[str, LayerStats]]:
     """Run each method's function-preserving edit on the part of the model that is in memory.
 
     Returns, by layer name, the scales that were folded and the statistics that changed.
@@ -154,20 +235,25 @@ def _transform(job: BlockWork, part: Done) -> tuple[dict[str, Tensor], dict[str,
     return folded, changed
 
 
-def _quantize_block(job: BlockWork, index: int, inputs: BlockInputs | None, part: Done) -> None:
+def _quantize_block(
+    job: BlockWork, index: int, inputs: BlockInputs | None, ahead: PrefixPass | None, part: Done
+) -> None:
     """Quantize and replace the planned layers of one block."""
     model, (prefix, block) = job.stream.model, job.stream.blocks[index]
-    folded, changed = _transform(job, part)
+    folded, changed = transform_part(job, part)
+    if ahead is not None:
+        ahead.attach(index)
+        part.prefix_hidden = ahead.hidden()
     own = {name: plan for name, plan in job.plans.items() if job.stream.owner(name) == prefix}
     known = None if job.artifact is None else replace(job.artifact, layers={**job.artifact.layers, **changed})
-    layers = {name: _layer_input(model, name, known, folded.get(name)) for name in own}
+    layers: dict[str, LayerInput | None] = {name: _layer_input(model, name, known, folded.get(name)) for name in own}
     if inputs is not None:
-        layers |= _with_hessians(model, block, index, inputs, own, layers)
+        layers |= _with_hessians(job, block, index, inputs, own, layers)
     experts = expert_linears(model)
+    solved = _solved(job, own, layers)
     for name, plan in own.items():
-        module: Any = model.get_submodule(name)
-        packed = METHODS[plan.method].quantize(layers.pop(name), plan.settings)
-        quantized = QuantizedLinear.from_packed(packed, linear_bias(module), module.weight.dtype)
+        packed, module = solved.pop(name), model.get_submodule(name)
+        quantized = QuantizedLinear.from_packed(packed, linear_bias(module), linear_weight(module).dtype)
         model.set_submodule(name, quantized)
         part.layers[name] = {"method": plan.method, **packed.report}
         if known is not None and name in experts:
@@ -175,20 +261,43 @@ def _quantize_block(job: BlockWork, index: int, inputs: BlockInputs | None, part
         part.stored[name] = StoredLayer(quantized.spec, quantized.shape)
 
 
+def _solved(
+    job: BlockWork, plans: Mapping[str, LayerPlan], layers: Mapping[str, LayerInput | None]
+) -> dict[str, PackedWeight]:
+    """Every layer, quantized by one of the ranks: by that which has its Hessian, where its method asks for one."""
+    free = {name: plan for name, plan in plans.items() if not METHODS[plan.method].needs_hessian(plan.settings)}
+    costs = {name: float(math.prod(linear_shape(job.stream.model.get_submodule(name)))) for name in free}
+    shared = Loads(job.ranks).assign(costs)
+    own = {name: layer for name, layer in layers.items() if shared.get(name, job.ranks.number) == job.ranks.number}
+    solved = quantize_layers(plans, {name: layer for name, layer in own.items() if layer is not None})
+    if job.ranks.count == 1:
+        return solved
+    device = job.stream.device
+    sent = job.ranks.collect({name: packed.to("cpu") for name, packed in solved.items()})
+    return {name: packed.to(device) for each in sent for name, packed in each.items()}
+
+
 def _run_on(job: BlockWork, index: int, inputs: BlockInputs, following: Tensor | None, part: Done) -> None:
     """Run the quantized block: its outputs go to ``following``, the ranges of its attention to ``part``."""
     prefix, block = job.stream.blocks[index]
     int8_attention.take_scales(prefix, block)  # of the block before it was quantized
-    watched = min(ATTENTION_WINDOWS, inputs.hidden.shape[0]) if job.attention else 0
-    if following is None and not watched:
-        return
-    for number, output in run_block(block, inputs, index):
+    own = job.ranks.own(len(inputs.hidden))
+    watched = [number for number in own if job.attention and number < ATTENTION_WINDOWS]
+    with fast_products(job.stream.device):
+        _run_windows(block, inputs, index, watched, following)
+        if job.attention:
+            for scales in job.ranks.collect(int8_attention.take_scales(prefix, block)):
+                part.attention |= {name: one.covering(part.attention.get(name)) for name, one in scales.items()}
+        if following is not None:
+            _run_windows(block, inputs, index, own[len(watched) :], following)
+
+
+def _run_windows(
+    block: nn.Module, inputs: BlockInputs, index: int, numbers: Sequence[int], following: Tensor | None
+) -> None:
+    for number, output in run_block(block, inputs, index, numbers):
         if following is not None:
             following[number] = output[0].to(following.device)
-        if number + 1 == watched:
-            part.attention |= int8_attention.take_scales(prefix, block)
-            if following is None:
-                return
 
 
 def _layer_input(model: nn.Module, name: str, artifact: Calibration | None, folded: Tensor | None) -> LayerInput:
@@ -198,23 +307,30 @@ def _layer_input(model: nn.Module, name: str, artifact: Calibration | None, fold
 
 
 def _with_hessians(
-    model: nn.Module,
+    job: BlockWork,
     block: nn.Module,
     index: int,
     inputs: BlockInputs,
     plans: Mapping[str, LayerPlan],
-    layers: Mapping[str, LayerInput],
-) -> dict[str, LayerInput]:
-    """The layers of one block whose methods ask for a Hessian, each with it."""
+    layers: Mapping[str, LayerInput | None],
+) -> dict[str, LayerInput | None]:
+    """The layers of one block whose methods ask for a Hessian, each with it; None for one that another rank has."""
+    model = job.stream.model
     wanted: dict[str, nn.Module] = {}
     features: dict[str, Features] = {}
     for name, plan in plans.items():
-        method = METHODS[plan.method]
+        method, layer = METHODS[plan.method], layers[name]
         if method.needs_hessian(plan.settings):
             wanted[name] = model.get_submodule(name)
-            if method.hessian_features is not None:
-                features[name] = method.hessian_features(layers[name], plan.settings)
+            if method.hessian_features is not None and layer is not None:
+                features[name] = method.hessian_features(layer, plan.settings)
     if not wanted:
         return {}
-    hessians = block_hessians(block, inputs, index, wanted, features, expert_linears(model))
-    return {name: replace(layers[name], hessian=hessian) for name, hessian in hessians.items()}
+    with fast_products(job.stream.device):
+        hessians = block_hessians(block, inputs, index, wanted, features, expert_linears(model), ranks=job.ranks)
+    found: dict[str, LayerInput | None] = dict.fromkeys(wanted)
+    for name, hessian in hessians.items():
+        layer = layers[name]
+        assert layer is not None
+        found[name] = replace(layer, hessian=hessian)
+    return found

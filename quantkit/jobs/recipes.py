@@ -52,7 +52,7 @@ def _summary(name: str) -> RecipeSummary:
     needs = NOTHING
     if method.needs_hessian(plan.settings):
         needs = HESSIAN
-    elif method.needs_stats(plan.settings) or recipe.attention_bits is not None:
+    elif method.needs_stats(plan.settings) or recipe.attention_bits is not None or recipe.tune is not None:
         needs = STATISTICS
     return RecipeSummary(name, plan.method, (min(bits), max(bits)), needs, _head_comment(name))
 

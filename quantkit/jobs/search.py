@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,12 +16,13 @@ import quantkit
 from quantkit.calibration.artifact import Calibration, check_model, load_calibration
 from quantkit.checkpoint.names import stored_names
 from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeError, refusing
-from quantkit.evaluation.divergence import window_scores
+from quantkit.evaluation.divergence import score_logits
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.methods import check_recipe, plan_layers
-from quantkit.models.experts import separate_experts
 from quantkit.models.families import block_linears, merged_linears
-from quantkit.models.loading import first_device, is_quantized, load_model, stored_dtype
+from quantkit.models.loading import first_device, is_quantized, open_stream, stored_dtype, stream_fingerprint
+from quantkit.models.logits import window_logits
+from quantkit.models.stream import ModelStream
 from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_settings
 from quantkit.search.document import plan_document, plan_recipe, plan_text
 from quantkit.search.measure import corrected_losses, measure_layers
@@ -71,7 +72,7 @@ class SearchSettings:
     base: Recipe
     per: Mode = "layer"
     measure: int = -1
-    device: str = "cpu"
+    device: str = field(default_factory=first_device)
     merged: str = "same"
 
 
@@ -100,6 +101,12 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
     recipe = parse_recipe(document, name="search", where="`settings`")
     if recipe.attention_bits is not None:
         raise RecipeError("`settings` attention_bits: no matter of the search; set it when the plan is applied")
+    if recipe.tune is not None:
+        raise RecipeError("`settings` tune: no matter of the search; set it when the plan is applied")
+    if recipe.settings.get("rotate"):
+        raise RecipeError("`settings` rotate: the search quantizes layers as they are; set it when the plan is applied")
+    if recipe.head_bits is not None:
+        raise RecipeError("`settings` head_bits: no matter of the search; set it when the plan is applied")
     chosen = sorted({"weight_bits", "group_size"} & recipe.settings.keys())
     if chosen:
         raise RecipeError(f"`settings` {chosen[0]}: is what the search chooses; give widths and groups to choose from")
@@ -111,7 +118,7 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
         raise RecipeError(f"`settings` measure={own['measure']}: expected a number of layers, -1 for all")
     if not isinstance(own.get("device", "cpu"), str):
         raise RecipeError(f"`settings` device={own['device']}: expected cpu, cuda, cuda:1, ...")
-    return SearchSettings(recipe, **{"device": first_device(), **own})
+    return SearchSettings(recipe, **own)
 
 
 def search(
@@ -148,23 +155,23 @@ def _open_source(model: str, calibration: Path, options: Sequence[Option], setti
     if is_quantized(model):
         raise ModelError(f"model {model} is quantized already; give the floating-point original")
     artifact = load_calibration(calibration)
-    loaded, _ = load_model(model, dtype=torch.float32, device=settings.device)
-    separate_experts(loaded)
-    check_model(artifact, loaded)
-    layers = _planned_layers(loaded, artifact, options, settings.base)
+    stream, _ = open_stream(model, dtype=torch.float32, device=settings.device)
+    check_model(artifact, stream.model, stream_fingerprint(stream))
+    layers = _planned_layers(stream.model, artifact, options, settings.base)
     method = LayerMethod(settings.base.method, settings.base.settings)
     cache = TableFile(table_path(artifact, method))
-    return _Source(model, calibration, artifact, loaded, settings, tuple(layers), method, cache)
+    return _Source(model, calibration, artifact, stream, settings, tuple(layers), method, cache)
 
 
 def _find(source: _Source, options: Sequence[Option], budget: Budget) -> tuple[SearchResult, dict[str, Any]]:
     """Fill the table and choose; (the plan, what it was chosen from)."""
-    loaded, artifact, settings = source.loaded, source.artifact, source.settings
+    stream, artifact, settings = source.stream, source.artifact, source.settings
+    loaded = stream.model
     method, cache = source.method, source.cache
-    table = build_table(loaded, artifact, source.layers, options, method=method, cache=cache)
+    table = build_table(stream, artifact, source.layers, options, method=method, cache=cache)
     if settings.measure:
-        measure_layers(loaded, artifact, table, options, settings.measure, method=method, cache=cache)
-        table = build_table(loaded, artifact, source.layers, options, method=method, cache=cache)
+        measure_layers(stream, artifact, table, options, settings.measure, method=method, cache=cache)
+        table = build_table(stream, artifact, source.layers, options, method=method, cache=cache)
     merged = merged_linears(loaded) if settings.merged == "same" else []
     problem = Problem(table, options, corrected_losses(table, options), merged)
     files = _file_sizes(loaded, table, source.model, budget)
@@ -204,7 +211,7 @@ class _Source:
     model: str
     calibration: Path
     artifact: Calibration
-    loaded: Any
+    stream: ModelStream
     settings: SearchSettings
     layers: tuple[str, ...]
     method: LayerMethod
@@ -290,7 +297,9 @@ def _measured_kl(plan: Plan, source: _Source) -> float:
         quantize_model(
             source.model, recipe, out, calibration=source.calibration, options=QuantizeOptions(device=device)
         )
-        quantized, _ = load_model(str(out), dtype=torch.float32, device=device)
-    windows = source.artifact.windows
-    used = windows[: max(1, _KL_TOKENS // windows.shape[1])]
-    return float(torch.cat([window_scores(source.loaded, quantized, window.long()).kl for window in used]).mean())
+        quantized, _ = open_stream(str(out), dtype=torch.float32, device=device)
+        windows = source.artifact.windows.long()
+        used = list(windows[: max(1, _KL_TOKENS // windows.shape[1])])
+        logits = window_logits(source.stream, used, "reference"), window_logits(quantized, used, "measuring the plan")
+        found = [score_logits(p[:-1], q[:-1], window[1:]).kl for p, q, window in zip(*logits, used, strict=True)]
+    return float(torch.cat(found).mean())

@@ -51,6 +51,11 @@ def serve_command(folder: Path, options: Sequence[str]) -> ServeCommand:
             f"checkpoint {folder}: computes attention in INT8 (attention_bits: 8), which vLLM's attention does not; "
             "quantize again without attention_bits"
         )
+    if config.prefix is not None:
+        raise CheckpointError(
+            f"checkpoint {folder}: has a key/value prefix (prefix: auto), which vLLM's cache does not take; "
+            "quantize again without a prefix"
+        )
     problem = serving_problem()
     if problem is not None:
         raise ServingError(problem)

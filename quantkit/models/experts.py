@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -78,19 +79,39 @@ class SeparateExperts(nn.Module):
 class RoutedExperts(SeparateExperts):
     """Experts that are handed each token's choice of experts."""
 
+    together: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Runs all of them at once in 16-bit types: x [tokens, hidden], expert of every choice -> an output of each."""
+    group: Callable[[RoutedExperts], Callable[[Tensor, Tensor], Tensor] | None] | None = None
+    """What makes ``together`` (runtime/grouped_experts.py)."""
+
+    def regroup(self) -> None:
+        """Make ``together`` anew: the tensors of the experts are others."""
+        self.together = None if self.group is None else self.group(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoutedExperts:
+        self.together = None  # its tensors are not the moved ones
+        super()._apply(fn, recurse)
+        self.regroup()
+        return self
+
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states [tokens, hidden]; expert and weight of every choice, [tokens, top_k] each."""
         tokens, top_k = top_k_index.shape
         chosen = top_k_index.reshape(-1)
+        at_once = self.together if hidden_states.dtype in (torch.float16, torch.bfloat16) else None
+        weighted = (at_once or self._one_by_one)(hidden_states, chosen) * top_k_weights.reshape(-1, 1)
+        return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+
+    def _one_by_one(self, hidden_states: Tensor, chosen: Tensor) -> Tensor:
+        """The output [pairs, hidden] of every choice; zeros for a choice of no expert."""
         counts = torch.bincount(chosen, minlength=self.num_experts)[: self.num_experts].tolist()
-        pairs = chosen.argsort(stable=True)[: sum(counts)].split(counts)
+        pairs, top_k = chosen.argsort(stable=True)[: sum(counts)].split(counts), len(chosen) // len(hidden_states)
         # Every (token, choice) has a row of its own: adding in place would have no fixed order on a GPU.
-        outputs = hidden_states.new_zeros(tokens * top_k, hidden_states.shape[-1])
+        outputs = hidden_states.new_zeros(len(chosen), hidden_states.shape[-1])
         for index, own in enumerate(pairs):
             if len(own):
                 outputs[own] = self.run(index, hidden_states[own // top_k])
-        weighted = outputs * top_k_weights.reshape(-1, 1)
-        return weighted.view(tokens, top_k, -1).sum(dim=1).to(hidden_states.dtype)
+        return outputs
 
 
 class BatchedExperts(SeparateExperts):
@@ -153,6 +174,38 @@ def expert_linears(model: nn.Module) -> dict[str, str]:
             for index in range(experts.num_experts):
                 found |= {f"{name}.{index}.{own}": name for own in (*experts.names.first, experts.names.last)}
     return found
+
+
+@contextmanager
+def routing_weights(block: nn.Module) -> Iterator[Callable[[nn.Module], Tensor | None]]:
+    """While entered, a function of a Linear that is being run: what each row of its input is weighted by behind it.
+
+    None where no router weighs what the Linear gives: for any but those of RoutedExperts.
+    """
+    routed = [module for module in block.modules() if isinstance(module, RoutedExperts)]
+    owners = {
+        linear: (experts, index)
+        for experts in routed
+        for index in range(experts.num_experts)
+        for linear in experts.get_submodule(str(index)).children()
+    }
+    given: dict[nn.Module, Mapping[str, Tensor]] = {}
+
+    def keep(experts: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given[experts] = signature(RoutedExperts.forward).bind(experts, *positional, **named).arguments
+
+    def weights_of(linear: nn.Module) -> Tensor | None:
+        if linear not in owners:
+            return None
+        experts, index = owners[linear]
+        call = given[experts]
+        # In the order in which the experts' rows are handed to them.
+        return call["top_k_weights"].reshape(-1)[call["top_k_index"].reshape(-1) == index]
+
+    with ExitStack() as hooks:
+        for experts in routed:
+            hooks.callback(experts.register_forward_pre_hook(keep, with_kwargs=True).remove)
+        yield weights_of
 
 
 def routers(model: nn.Module) -> set[str]:

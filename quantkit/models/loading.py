@@ -123,6 +123,15 @@ def open_stream(
     return stream, tokenizer
 
 
+def open_evaluated(model: str, *, device: str | torch.device) -> tuple[Any, Any]:
+    """(a ModelStream, tokenizer) to evaluate; the model as a whole where another tool quantized it and its loader has
+    to make it. dtype and errors as of load_model with its defaults."""
+    config = read_config(model).get("quantization_config")
+    if isinstance(config, dict) and config.get("quant_method") != "quantkit":
+        return load_model(model, device=device)
+    return open_stream(model, device=device)
+
+
 def _load_tokenizer(model: str, source: ModelSource) -> Any:
     from transformers import AutoTokenizer
 

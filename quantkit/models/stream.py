@@ -7,11 +7,13 @@ when it is left. A model that is in memory already is a stream whose parts are a
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import safe_open
@@ -30,6 +32,15 @@ from quantkit.models.experts import fused_again, separate_experts
 from quantkit.models.families import decoder_blocks
 
 _WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
+
+
+@runtime_checkable
+class PackedModule(Protocol):
+    """A module that puts its weights into an order of its device's own, and gives them up at once."""
+
+    def prepare_for_device(self) -> None: ...
+
+    def empty(self) -> None: ...
 
 
 class ModelStream:
@@ -56,7 +67,17 @@ class ModelStream:
         """The decoder block, with its weights while this is entered. Modules put into it meanwhile stay, empty."""
         prefix, block = self.blocks[index]
         with self._resident(prefix):
+            if self._reader is not None and self.device.type == "cuda" and index + 1 < len(self.blocks):
+                self._reader.read_ahead(self._part_keys(self.blocks[index + 1][0]))
             yield block
+
+    @contextmanager
+    def whole(self) -> Iterator[Any]:
+        """The model with all of its weights while this is entered."""
+        with ExitStack() as stack:
+            for prefix in (None, *(name for name, _ in self.blocks)):
+                stack.enter_context(self._resident(prefix))
+            yield self.model
 
     def parts(self) -> Iterator[str | None]:
         """None for what is outside the blocks, then each block's name; every part is there until the next."""
@@ -86,10 +107,17 @@ class ModelStream:
             with fused_again(self.model, fused):
                 self._reader.load(self.model, self._part_keys(prefix), self.device)
             self._check_loaded(prefix)
+            for module in self._packed(prefix):
+                module.prepare_for_device()
             yield
         finally:
             self._held.remove(prefix)
             self._evict(prefix)
+
+    def _packed(self, prefix: str | None) -> list[PackedModule]:
+        """The modules of a part that keep their weights in an order of their own."""
+        own = (module for name, module in self.model.named_modules() if self.owner(name) == prefix)
+        return [module for module in own if isinstance(module, PackedModule)]
 
     def _part_keys(self, prefix: str | None) -> list[str]:
         assert self._reader is not None
@@ -102,6 +130,8 @@ class ModelStream:
 
     def _evict(self, prefix: str | None) -> None:
         """Put the part's weights on the meta device; weights that were one stay one."""
+        for packed in self._packed(prefix):
+            packed.empty()
         made: dict[nn.Parameter, nn.Parameter] = {}  # by identity, as tensors hash
         for name, module in self.model.named_modules():
             if self.owner(name) != prefix:
@@ -120,11 +150,13 @@ class WeightReader:
     def __init__(self, model: Any, folder: Path):
         self._files = _keys_by_file(folder)
         self._ties = _ties(model)
+        self._pool = ThreadPoolExecutor(1)  # its thread begins with the first task
+        self._ahead: tuple[list[str], Future[dict[str, Tensor]]] | None = None
         names = model.state_dict()
         self.targets: dict[str, str] = {}
-        mapping: Any = get_model_conversion_mapping(model)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._mapping: Any = get_model_conversion_mapping(model, hf_quantizer=getattr(model, "hf_quantizer", None))
+        renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
         prefix = model.base_model_prefix
         for key in self._files:
             name, _ = rename_source_key(key, renamings, converters, prefix, names)
@@ -136,15 +168,40 @@ class WeightReader:
         """Give the parameters that the keys become their values, on the device, in the dtypes that the model has."""
         used = model._weight_conversions  # of the whole model: it says how weights are named when they are written
         with ExitStack() as stack:
-            tensors = _open_tensors({key: self._files[key] for key in keys}, stack)
-            mapping: Any = get_model_conversion_mapping(model)
-            config = LoadStateDictConfig(device_map={"": device}, dtype=model.dtype, weight_mapping=mapping)
+            tensors: dict[str, Any] = self._read_before(keys) or _open_tensors(
+                {key: self._files[key] for key in keys}, stack
+            )
+            config = LoadStateDictConfig(
+                device_map={"": device}, dtype=model.dtype, weight_mapping=copy.deepcopy(self._mapping)
+            )
             convert_and_load_state_dict_in_model(model=model, state_dict=tensors, load_config=config)
         model._weight_conversions = used
         loaded = {self.targets[key] for key in keys}
         for names in self._ties:
             if loaded.intersection(names):
                 _tie(model, names)
+
+    def read_ahead(self, keys: list[str]) -> None:
+        """Begin to read what the next load will ask for, into memory that a GPU copies from without help."""
+        if self._ahead is None or self._ahead[0] != keys:
+            self._ahead = (keys, self._pool.submit(_pinned, {key: self._files[key] for key in keys}))
+
+    def _read_before(self, keys: list[str]) -> dict[str, Tensor] | None:
+        if self._ahead is None or self._ahead[0] != keys:
+            return None
+        _, reading = self._ahead
+        self._ahead = None
+        return reading.result()
+
+
+def _pinned(files: Mapping[str, Path]) -> dict[str, Tensor]:
+    with ExitStack() as stack:
+        return {key: tensor[...].pin_memory() for key, tensor in _open_tensors(files, stack).items()}
+
+
+def structure(model: Any) -> Any:
+    """The transformers model of a stream, whose weights may be absent, or of a model in memory, which is itself."""
+    return model.model if isinstance(model, ModelStream) else model
 
 
 def in_memory_stream(model: Any) -> ModelStream:

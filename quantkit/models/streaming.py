@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,15 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import ModelError
-from quantkit.models.families import linear_weight
-from quantkit.models.inputs import InputTap
 from quantkit.models.stream import ModelStream
 from quantkit.models.structure import model_body
-from quantkit.stats import trust
+from quantkit.ranks import ALONE, Ranks
 from quantkit.storage.resume import Workspace
-
-Features = Callable[[Tensor], Tensor]
-"""x [tokens, K] of a Linear -> [tokens, C], what its quantizer calibrates on instead."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +30,36 @@ class BlockCall:
 class BlockInputs:
     """What flows into a block.
 
-    hidden: [windows, seq_len, hidden_size] on the CPU; one window is on the device at a time.
+    hidden: [windows, seq_len, hidden_size] in any place; one window at a time is handed to the block.
     calls: how each block is called, in block order; the same for every window, as all have one length.
     dtype: what the blocks compute in; ``hidden`` may be stored in fewer bits.
+    rest: what a block returns behind the hidden states; None where it returns them bare.
     """
 
     hidden: Tensor
     calls: tuple[BlockCall, ...]
     dtype: torch.dtype
+    rest: tuple[Any, ...] | None = None
 
     def with_hidden(self, hidden: Tensor) -> BlockInputs:
         """The same with other hidden states."""
         return replace(self, hidden=hidden)
 
 
+# Share of a GPU's free memory that one copy of the hidden states may take there; larger ones are in a file.
+_GPU_SHARE = 0.15
+_ACTIVATIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def activations_dtype(activations: str) -> torch.dtype:
+    """What hidden states are stored in between blocks, by the name that a user gives. Raises ModelError for others."""
+    if activations not in _ACTIVATIONS:
+        raise ModelError(f"`activations` {activations}: choose {' or '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[activations]
+
+
 Room = Callable[[tuple[int, ...], torch.dtype], Tensor]
-"""(shape, dtype) -> a tensor on the CPU to hold hidden states, in memory or mapped from a file."""
+"""(shape, dtype) -> a tensor to hold hidden states, in memory, on a GPU or mapped from a file."""
 
 
 def in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -62,20 +71,32 @@ class _Captured(Exception):
     """Ends a forward pass once the first block was reached."""
 
 
+class BlocksReadTextError(ModelError):
+    """A model's blocks are handed something that depends on the text, so it runs as a whole only."""
+
+
 @torch.no_grad()
 def capture_inputs(
-    stream: ModelStream, windows: Tensor, *, room: Room = in_memory, dtype: torch.dtype | None = None
+    stream: ModelStream,
+    windows: Tensor,
+    *,
+    room: Room = in_memory,
+    dtype: torch.dtype | None = None,
+    ranks: Ranks = ALONE,
+    start: int = 0,
 ) -> BlockInputs:
     """Inputs of the first decoder block for every window, and how each block is called.
 
-    windows: [n, seq_len] token ids. room: where the hidden states go. dtype: what they are stored in; by default what
-    the model computes in.
+    windows: [n, seq_len] token ids. room: where the hidden states go. dtype: what they are stored in, where that is
+    narrower than what the model computes in. ranks: each fills in its own windows. start: the position of a window's
+    first token; only rotary positions take one below 0.
     Raises ModelError where the blocks are no plain chain (each fed by the one before), or for an unknown structure.
     """
     with stream.outside():
-        calls, width, computed = _recorded_calls(stream, windows)
-        hidden = room((*windows.shape, *width), dtype or computed)
-        numbers = iter(range(len(windows)))
+        found = _recorded_calls(stream, windows, start)
+        narrower = dtype is not None and dtype.itemsize < found.dtype.itemsize
+        hidden = room((*windows.shape, *found.width), dtype if narrower and dtype is not None else found.dtype)
+        numbers = iter(ranks.own(len(windows)))
 
         def catch(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             hidden[next(numbers)] = _hidden(arguments, keywords)[0]
@@ -84,38 +105,79 @@ def capture_inputs(
         body, (_, first) = model_body(stream.model), stream.blocks[0]
         handle = first.register_forward_pre_hook(catch, with_kwargs=True)
         try:
-            for window in windows.split(1):
+            for number in ranks.own(len(windows)):
                 with suppress(_Captured):
-                    body(window.to(stream.device, torch.long), use_cache=False)
+                    body(windows[number][None].to(stream.device, torch.long), use_cache=False)
         finally:
             handle.remove()
-    return BlockInputs(hidden, calls, computed)
+    return BlockInputs(hidden, found.calls, found.dtype, found.rest)
 
 
 def stored_inputs(
-    stream: ModelStream, windows: Tensor, work: Workspace, dtype: torch.dtype, *, first: int
+    stream: ModelStream, windows: Tensor, work: Workspace, dtype: torch.dtype, *, first: int, ranks: Ranks = ALONE
 ) -> BlockInputs:
-    """capture_inputs with the hidden states in the work's files: those that its next block starts from.
+    """capture_inputs with the hidden states that the work's next block starts from: those of its files, or new ones.
 
+    New ones are on the GPU where the model runs there and they are small beside its memory, else in the work's files.
     first: which piece of the work the first block is. Raises OutputError where an earlier run's are not what it wrote.
     """
     if not work.finished:
-        return capture_inputs(stream, windows, room=partial(work.state, first), dtype=dtype)
+        room = partial(state_room, stream.device, work, first)
+        return capture_inputs(stream, windows, room=room, dtype=dtype, ranks=ranks)
     with stream.outside(), torch.no_grad():
-        calls, width, computed = _recorded_calls(stream, windows)
-    hidden = work.state(work.finished, (*windows.shape, *width), dtype)
-    work.check_state(hidden)
-    return BlockInputs(hidden, calls, computed)
+        found = _recorded_calls(stream, windows)
+    shape = (*windows.shape, *found.width)
+    hidden = work.state(work.finished, shape, dtype)
+    ranks.lead(lambda: work.check_state(hidden))
+    room_for_it = state_room(stream.device, work, work.finished, shape, dtype)
+    hidden = hidden if room_for_it.device.type == "cpu" else room_for_it.copy_(hidden)
+    return BlockInputs(hidden, found.calls, found.dtype, found.rest)
 
 
-def run_block(block: nn.Module, inputs: BlockInputs, index: int) -> Iterator[tuple[int, Tensor]]:
-    """(window number, output [1, seq_len, hidden_size]) of block ``index`` for one window after the other."""
-    device = next(block.parameters()).device
-    call = inputs.calls[index]
-    for number, hidden in enumerate(inputs.hidden.split(1)):
+def state_room(
+    device: torch.device, work: Workspace, number: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Room for the hidden states that a piece of the work starts from: on a GPU, where they are small beside what is
+    free there, else in the work's file."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if torch.Size(shape).numel() * dtype.itemsize <= free * _GPU_SHARE:
+            return torch.empty(shape, dtype=dtype, device=device)
+    return work.state(number, shape, dtype)
+
+
+@contextmanager
+def fast_products(device: torch.device) -> Iterator[None]:
+    """While entered, a GPU rounds the factors of fp32 products to TF32, 11 bits of mantissa where bf16 has 8, and adds
+    in fp32: four to eight times as fast. For running text through blocks; never for solving."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before or device.type == "cuda"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def run_block(
+    block: nn.Module, inputs: BlockInputs, index: int, windows: Sequence[int] | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """(window number, output [1, seq_len, hidden_size]) of block ``index`` for one window after the other.
+
+    windows: numbers of those that run, where there are such windows; by default all.
+    """
+    present = range(len(inputs.hidden))
+    for number in present if windows is None else (number for number in windows if number in present):
         with torch.no_grad():
-            output = block(hidden.to(device, inputs.dtype), *call.arguments, **call.keywords)
-        yield number, _first(output)
+            output = call_block(block, inputs, index, inputs.hidden[number][None])
+        yield number, output
+
+
+def call_block(block: nn.Module, inputs: BlockInputs, index: int, hidden: Tensor) -> Tensor:
+    """What block ``index`` makes of hidden states [1, seq_len, hidden_size], in what it computes in."""
+    call = inputs.calls[index]
+    device = next(block.parameters()).device
+    output: Tensor = _first(block(hidden.to(device, inputs.dtype), *call.arguments, **call.keywords))
+    return output
 
 
 def advance(block: nn.Module, inputs: BlockInputs, index: int, into: Tensor | None = None) -> BlockInputs:
@@ -126,78 +188,27 @@ def advance(block: nn.Module, inputs: BlockInputs, index: int, into: Tensor | No
     return inputs.with_hidden(outputs)
 
 
-def block_hessians(
-    block: nn.Module,
-    inputs: BlockInputs,
-    index: int,
-    linears: Mapping[str, nn.Module],
-    features: Mapping[str, Features] | None = None,
-    experts: Container[str] = (),
-) -> dict[str, Tensor]:
-    """E[x x^T] [K, K] fp32, over all tokens of all windows, of each given Linear of block ``index``.
+@dataclass(frozen=True)
+class _Recorded:
+    """What one pass shows. width: the shape of a hidden state behind [n, seq_len]. Others as in BlockInputs."""
 
-    features: by name of Linear, a function of x to take the matrix of instead: E[f(x) f(x)^T] [C, C].
-    experts: names of Linears of experts. Theirs is over the tokens routed to them and, where these are few, nearer to
-        the matrix of equal and independent channels (``tempered``), which it is where there are none.
-    Linears that share an input share one tensor, unless they have features. Memory: one matrix per distinct input.
-    Raises ModelError for a Linear that the block never calls, unless it is an expert's.
-    """
-    sums: dict[str, Tensor] = {}
-    tokens: dict[str, int] = {}
-
-    own = features or {}
-
-    def accumulate(name: str, x: Tensor) -> None:
-        x = own[name](x).float() if name in own else x.float()
-        total = sums.get(name)
-        sums[name] = x.t() @ x if total is None else total.addmm_(x.t(), x)
-        tokens[name] = tokens.get(name, 0) + x.shape[0]
-
-    groups = [{name: linears[name]} for name in own]
-    groups.append({name: module for name, module in linears.items() if name not in own})
-    aliases: dict[str, str] = {}
-    with ExitStack() as stack:
-        taps = [stack.enter_context(InputTap(group, accumulate)) for group in groups]
-        for _ in run_block(block, inputs, index):
-            pass
-    for tap in taps:
-        aliases |= tap.aliases
-    for name in linears:
-        if name not in aliases and name not in experts:
-            raise ModelError(f"{name}: its block never calls it, so there is nothing to calibrate on")
-        if name not in aliases:
-            none = linear_weight(linears[name])[:0].float()
-            width = own[name](none).shape[1] if name in own else none.shape[1]
-            sums[name], tokens[name], aliases[name] = none.new_zeros(width, width), 0, name
-    for name, total in sums.items():
-        total.div_(max(tokens[name], 1))
-        if name in experts:
-            _temper(total, tokens[name])
-    return {name: sums[owner] for name, owner in aliases.items()}
+    calls: tuple[BlockCall, ...]
+    width: tuple[int, ...]
+    dtype: torch.dtype
+    rest: tuple[Any, ...] | None
 
 
-def _temper(hessian: Tensor, tokens: int) -> None:
-    """Move E[x x^T] over so many tokens, in place, towards that of independent channels of equal size."""
-    equal = hessian.diagonal().mean().item() if tokens else 1.0
-    hessian.mul_(trust(tokens))
-    hessian.diagonal().add_(equal * (1 - trust(tokens)))
-
-
-Recorded = tuple[tuple[BlockCall, ...], tuple[int, ...], torch.dtype]
-"""How each block is called, the shape of a hidden state behind [n, seq_len], and what the blocks compute in."""
-
-
-def _recorded_calls(stream: ModelStream, windows: Tensor) -> Recorded:
+def _recorded_calls(stream: ModelStream, windows: Tensor, start: int = 0) -> _Recorded:
     """_record_calls, once it is known that what the blocks are called with does not depend on the text.
 
-    Raises ModelError where it does: the calls of one window would be wrong for another.
+    Raises BlocksReadTextError where it does: the calls of one window would be wrong for another.
     """
     ends = [windows[end][None].to(stream.device, torch.long) for end in ((0, -1) if len(windows) > 1 else (0,))]
     with stream.block(0):
-        found = [_record_calls(stream, window) for window in ends]
-    for index, (first, other) in enumerate(zip(found[0][0], found[-1][0], strict=True)):
+        found = [_record_calls(stream, window, start) for window in ends]
+    for index, (first, other) in enumerate(zip(found[0].calls, found[-1].calls, strict=True)):
         if not _same(first.arguments, other.arguments) or not _same(first.keywords, other.keywords):
-            raise ModelError(
+            raise BlocksReadTextError(
                 f"{type(stream.model).__name__}: hands block {index} something that depends on the text; models with "
                 "such blocks (inputs per layer) cannot be run block by block"
             )
@@ -215,7 +226,7 @@ def _same(first: Any, other: Any) -> bool:
     return True
 
 
-def _record_calls(stream: ModelStream, window: Tensor) -> Recorded:
+def _record_calls(stream: ModelStream, window: Tensor, start: int) -> _Recorded:
     """Arguments of every block in one pass; they differ where layers attend differently (sliding, local rope).
 
     Only the first block computes: what the model hands to a block depends on the tokens' places alone. The others give
@@ -247,14 +258,34 @@ def _record_calls(stream: ModelStream, window: Tensor) -> Recorded:
         return outputs[-1]
 
     forward = blocks[0].forward
-    with stream.block(0), ExitStack() as stack:
-        for number, block in enumerate(blocks):
-            stack.callback(block.__dict__.pop, "forward")
-            block.forward = pass_on if number else compute
-        model_body(stream.model)(window, use_cache=False)
+    with stream.block(0), replaced_forwards(blocks, [compute, *[pass_on] * (len(blocks) - 1)]):
+        model_body(stream.model)(window, use_cache=False, **_positions(window, start))
     if len(calls) != len(blocks):
         raise ModelError(f"{name}: a pass runs {len(calls)} of its {len(blocks)} blocks")
-    return tuple(calls), tuple(shape[0][2:]), _first(outputs[0]).dtype
+    rest = outputs[0][1:] if isinstance(outputs[0], tuple) else None
+    return _Recorded(tuple(calls), tuple(shape[0][2:]), _first(outputs[0]).dtype, rest)
+
+
+@contextmanager
+def replaced_forwards(blocks: Sequence[nn.Module], functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """While entered, the blocks compute these functions instead."""
+    former = [vars(block).get("forward") for block in blocks]
+    try:
+        for block, function in zip(blocks, functions, strict=True):
+            block.forward = function
+        yield
+    finally:
+        for block, own in zip(blocks, former, strict=True):
+            vars(block).pop("forward", None)
+            if own is not None:
+                block.forward = own
+
+
+def _positions(window: Tensor, start: int) -> dict[str, Tensor]:
+    """What a model is told of the positions of a window that does not begin at 0."""
+    if not start:
+        return {}
+    return {"position_ids": torch.arange(start, start + window.shape[1], device=window.device)[None]}
 
 
 def _first(output: Any) -> Any:

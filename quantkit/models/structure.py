@@ -29,6 +29,20 @@ def language_model(model: nn.Module) -> tuple[str, nn.Module]:
     return ("", model) if name is None else (name, decoder)
 
 
+def output_head(model: nn.Module) -> tuple[str, nn.Linear] | None:
+    """(name, module) of the Linear that makes the logits; None where the model has none."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    found = next((name for name, module in model.named_modules() if module is head), None)
+    return None if found is None or head is None or not is_linear(head) else (found, head)
+
+
+def untie_head(model: Any) -> None:
+    """Let the head and the embedding be two weights from now on, also in the config; nothing is copied."""
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}  # what save_pretrained leaves out
+
+
 def model_body(model: nn.Module) -> nn.Module:
     """The model without its language-model head: enough where only the blocks matter."""
     body = getattr(model, "base_model", model)
@@ -50,8 +64,13 @@ def block_stacks(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
         if isinstance(module[0], LINEAR_TYPES):
             continue
         # In any of them: the first ones may have been quantized already.
-        if any(isinstance(child, LINEAR_TYPES) for block in module for child in block.modules()):
+        if any(_multiplies(child) for block in module for child in block.modules()):
             yield name, module
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether the module is a Linear, or stands for one and says its sizes, as quantized ones do."""
+    return isinstance(module, LINEAR_TYPES) or (hasattr(module, "in_features") and hasattr(module, "out_features"))
 
 
 def _is_block(module: nn.Module) -> bool:

@@ -108,6 +108,19 @@ class QuantizedLinear(nn.Module):
         elif self._device.type == "cpu":
             self.restore()
 
+    def empty(self) -> None:
+        """Give the stored tensors and the bias up: canonical ones on the meta device stand in their places."""
+        bias = self.bias
+        self._replace(
+            {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                for name, tensor in FORMATS[self.format_name].tensors(self.spec, self.shape).items()
+            }
+        )
+        self.prepared = False
+        if bias is not None:
+            self.bias = _frozen(torch.empty_like(bias, device="meta"))
+
     def _synchronize(self) -> None:
         """Wait for the stored tensors: the kernels may read them before their predecessor on the stream has ended."""
         if self._device.type == "cuda":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from quantkit.cuda.architectures import Architecture
 from quantkit.cuda.compile import CompileUnit
 from quantkit.ops.attention.instances import attention_units
+from quantkit.ops.bcq.experts import experts_units
 from quantkit.ops.bcq.gemm import gemm_units
 from quantkit.ops.bcq.instances import bcq_units
 from quantkit.ops.bipolar.instances import bipolar_units
@@ -17,6 +18,7 @@ from quantkit.ops.flatten.instances import flatten_units
 def _bcq_units(row: Architecture) -> Iterator[CompileUnit]:
     yield from bcq_units(row)
     yield from gemm_units(row)
+    yield from experts_units(row)
 
 
 INSTANCES: dict[str, Callable[[Architecture], Iterator[CompileUnit]]] = {

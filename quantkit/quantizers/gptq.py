@@ -19,6 +19,10 @@ RoundColumn = Callable[[int, Tensor], Tensor]
 BeginGroup = Callable[[int, Tensor], None]
 """(first column, values [N, g] fp32, errors of earlier columns included): refit whatever round_column uses."""
 
+RoundBlock = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(first column index, values [C, N], factor [C, C] of the inverse Hessian) -> (what the format stores for them, what
+is left of each column before it is divided among those behind), [C, N] each: the loop over a block, in one step."""
+
 _DAMPING_STEP = 10.0
 _DAMPING_TRIES = 6
 
@@ -56,12 +60,14 @@ def gptq(
     options: GptqOptions,
     group_size: int = 0,
     begin_group: BeginGroup | None = None,
+    round_block: RoundBlock | None = None,
 ) -> GptqResult:
     """Round weight [N, K] so that tr((W - W') H (W - W')^T) stays small; H [K, K] is E[x x^T].
 
     round_column: called once per column, in the order of the columns, or of falling H[k, k] with act_order.
     begin_group: called before the first column of every ``group_size`` consecutive columns with the group's present
         values; the last group may be narrower. Not with act_order, which has no groups in its order: fit scales before.
+    round_block: in place of round_column, for groups of whole blocks and columns in their own order.
     Columns that no input reaches (H[k, k] = 0) are rounded as they are and take no part in the compensation.
     Raises StatsError where H is not finite, or not positive definite at any damping; RecipeError for act_order
     together with begin_group.
@@ -74,6 +80,12 @@ def gptq(
     columns = order.tolist()
     for start in range(0, len(columns), options.block_columns):
         stop = min(start + options.block_columns, len(columns))
+        if round_block is not None:
+            if begin_group is not None and start % group_size == 0:
+                begin_group(start, rows[start : start + group_size].t())
+            rows[start:stop], errors = round_block(start, rows[start:stop], factor[start:stop, start:stop])
+            rows[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
+            continue
         errors = torch.empty_like(rows[start:stop])
         for i in range(start, stop):
             if begin_group is not None and i % group_size == 0:

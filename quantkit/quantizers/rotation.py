@@ -3,7 +3,8 @@
 x' = x R with R orthogonal leaves every RMS norm as it is, so rotating what is written to the residual stream
 (embedding, o_proj, down_proj) and un-rotating what is read from it (q, k, v, gate, up, head) leaves the model's
 function unchanged, while outlier channels are spread over all channels (QuaRot, Ashkboos et al. 2024, section 3).
-Bipolar-INT does not rotate; this is what makes its few-bit activations usable on models with outliers.
+Bipolar-INT does not rotate; this is what makes its few-bit activations usable on models with outliers. Weights of
+binary coding and round-to-nearest lose their own outliers by it.
 Inputs of o_proj and down_proj are not on the residual stream and stay as they are: rotating them would cost work at
 run time.
 """
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from quantkit.errors import RecipeError
 from quantkit.models.families import decoder_blocks, family_of, linear_weight, norm_kind
 from quantkit.models.family import ResidualBlock
-from quantkit.models.structure import submodule
+from quantkit.models.structure import submodule, untie_head
 from quantkit.quantizers.base import Transformed
 from quantkit.stats import LayerStats, magnitude_histogram
 
@@ -114,8 +115,7 @@ def _untied_head(model: nn.Module) -> nn.Module:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if head.weight is embedding.weight:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
-        model.config.tie_word_embeddings = False  # type: ignore[union-attr]
-        model.all_tied_weights_keys = {}  # type: ignore[assignment]  # what save_pretrained leaves out
+        untie_head(model)
     return head
 
 
@@ -147,5 +147,6 @@ def _rotated_stats(stats: LayerStats, gain: Tensor, rotation: Tensor) -> LayerSt
         mean_abs=magnitude.mean(dim=0),
         mean_square=sample.square().mean(dim=0),
         histogram=magnitude_histogram(sample),
+        vocabulary_absmax=None,
         sample=sample,
     )

@@ -29,7 +29,8 @@ class RtnSettings:
     column's error moved to the columns behind it, grids fitted per group on the way. damping: share of each diagonal
     element of E[x x^T] added to it. scale_bits: 16, or 8 for scales and offsets as codes with a factor per row; each
     plane's scale is then rounded by itself. zero: free, the middle of the range, or integer, a whole number of steps
-    from 0, as other engines store it (exchange/)."""
+    from 0, as other engines store it (exchange/). rotate: fold a Hadamard rotation of the residual stream into the
+    weights first."""
 
     weight_bits: int = 4
     group_size: int = 128
@@ -38,6 +39,7 @@ class RtnSettings:
     damping: float = 0.5
     scale_bits: int = 16
     zero: str = "free"
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         check_weight_bits(self.weight_bits)

@@ -86,7 +86,7 @@ _ROW = record(
         "bytes": nullable(positive),
         "bits_per_weight": number,
         "divergence": record(_DIVERGENCE_FIELDS),
-        "milliseconds_per_token": number,
+        "milliseconds_per_token": nullable(number),
         "scores": list_of(_SCORE),
     }
 )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from quantkit.models.families import decoder_blocks, family_of
+from quantkit.models.families import decoder_blocks, known_family
 from quantkit.models.family import Attention, ResidualBlock
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import LINEARS
@@ -31,15 +31,16 @@ from quantkit.ops.decode.op import attention, gated
 from quantkit.ops.epilogue import Epilogue
 from quantkit.runtime.merged_linears import MergedLinears, merge_linears
 from quantkit.runtime.norms import FastNorm, fast_norm
+from quantkit.runtime.prefix import has_prefix
 from quantkit.runtime.twin import holds_watched
 
 Rotary = tuple[Tensor, Tensor]
-"""Cosine and sine of a token's angles, [1, 1, D] each."""
+"""Cosine and sine of a token's angles, [1 or B, 1, D] each."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenAttention:
-    """One token's attention up to the Linear behind it, floating-point whatever the model's attention function is.
+    """Attention of one token of each sequence up to the Linear behind it, in floating point always.
 
     module: transformers' attention. scale: of q k^T. query_scale: of q before that, or None.
     """
@@ -51,9 +52,9 @@ class TokenAttention:
     query_scale: float | None
 
     def __call__(self, x: Tensor, cache: Any, mask: Tensor, rotary: Rotary | None) -> Tensor:
-        """y [1, 1, H D] for x [1, 1, K]; key and value go into the cache, a StaticCache, at its next position.
+        """y [B, 1, H D] for x [B, 1, K]; key and value go into the cache, a StaticCache, at its next position.
 
-        mask: [1, 1, 1, capacity] bool. The cache's count stays: one addition behind all blocks serves them all.
+        mask: [B or 1, 1, 1, capacity] bool. The cache's count stays: one addition behind all blocks serves them all.
         """
         layer = cache.layers[self.module.layer_idx]
         keys, values, position = layer.keys, layer.values, layer.cumulative_length.view(1)
@@ -71,21 +72,21 @@ class TokenAttention:
             keys.index_copy_(2, position, k)
             values.index_copy_(2, position, v)
             y = sdpa_attention_forward(self.module, q, keys, values, mask, scaling=self.scale)[0]
-        return y.view(1, 1, -1)
+        return y.reshape(len(x), 1, -1)
 
     def _heads(self, x: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v [1, heads, 1, D] of x, normed; keys: [1, heads of k and v, capacity, D]."""
+        """q, k and v [B, heads, 1, D] of x, normed; keys: [B, heads of k and v, capacity, D]."""
         products, width = self.products(x), keys.shape[1] * keys.shape[-1]
         if len(products) == 1:
             products = products[0].split((products[0].shape[-1] - 2 * width, width, width), dim=-1)
-        q, k, v = (y.view(1, 1, -1, keys.shape[-1]) for y in products)
+        q, k, v = (y.view(len(x), 1, -1, keys.shape[-1]) for y in products)
         if self.head_norms:
             q, k = self.head_norms[0](q), self.head_norms[1](k)
         return tuple(y.transpose(1, 2) for y in (q, k, v))
 
 
 def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
-    """x [1, H, 1, D] rotated, value i with value i + D / 2, in the steps in which transformers does it."""
+    """x [B, H, 1, D] rotated, value i with value i + D / 2, in the steps in which transformers does it."""
     cosine, sine = (part.unsqueeze(1) for part in rotary)
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
@@ -93,7 +94,10 @@ def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TokenBlock:
-    """A decoder block of one token. inputs: gate and source, or source. activation: of ACTIVATIONS, or None."""
+    """A decoder block of one token of each sequence.
+
+    inputs: gate and source, or source. activation: of ACTIVATIONS, or None.
+    """
 
     block: nn.Module
     row: ResidualBlock
@@ -111,7 +115,7 @@ class TokenBlock:
         position_embeddings: Rotary | None = None,
         **__: Any,
     ) -> Tensor:
-        """The block's result for hidden_states [1, 1, K]; the rest as TokenAttention takes it.
+        """The block's result for hidden_states [B, 1, K]; the rest as TokenAttention takes it.
 
         What else transformers hands its blocks (positions, whether to cache) says nothing more of a single token. GPT-2
         hands the cache and the mask by their places, the others by name.
@@ -148,10 +152,13 @@ class TokenBlock:
 def token_blocks(model: nn.Module) -> list[TokenBlock]:
     """The model's decoder blocks that the family table describes in full; none in training.
 
-    Left out, too, are blocks inside which something watches a module.
+    None for a model without a row there, whose blocks may hold no Linear any more by which they would be found.
+    Left out, too, are blocks inside which something watches a module, and models with a key/value prefix, which the
+    attention kernel does not read.
     """
-    row, config = family_of(model).block, getattr(model, "config", None)
-    if row is None or model.training or not row.exact(config):
+    family, config = known_family(model), getattr(model, "config", None)
+    row = None if family is None else family.block
+    if row is None or model.training or has_prefix(model) or not row.exact(config):
         return []
     blocks = (block for _, block in decoder_blocks(model) if row.describes(block) and not holds_watched(block))
     return [made for block in blocks if (made := _token_block(block, row)) is not None]

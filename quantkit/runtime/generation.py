@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import GenerationError
-from quantkit.models.experts import expert_linears
 from quantkit.models.families import uses_alibi
 from quantkit.runtime.cuda_graph import DEVICE_LOCK, capture
 from quantkit.runtime.decoder_block import token_blocks
+from quantkit.runtime.grouped_experts import run_by_host
 from quantkit.runtime.norms import fast_norm
 from quantkit.runtime.sampling import Draw
 from quantkit.runtime.twin import Forward, is_watched, twin_of
@@ -101,7 +101,7 @@ def start(
     """Read prompts, ids [B, count], into a cache for ``capacity`` tokens or some more and choose their next tokens.
 
     The prompts are read by the model's own code. fast: whether single tokens run through ``token_model``, whose kernels
-    are a GPU's and for one prompt; by default there. padding: [B] how many of each prompt's first ids stand for none.
+    are a GPU's; by default there. padding: [B] how many of each prompt's first ids stand for none.
     draw: what chooses a token; by default the most probable one is taken.
     Raises GenerationError for a prompt of no tokens, or where prompt and answer do not fit the model's positions or its
     sliding window.
@@ -121,7 +121,7 @@ def start(
         position=torch.zeros(1, dtype=torch.long, device=device),
         tokens=torch.zeros(len(ids), capacity, dtype=torch.long, device=device),
         alibi=uses_alibi(model),
-        fast=device.type == "cuda" and len(ids) == 1 if fast is None else fast,
+        fast=device.type == "cuda" if fast is None else fast,
         padding=padding,
         draw=draw,
     )
@@ -197,9 +197,9 @@ def step(session: Session) -> None:
 def captured_step(session: Session) -> Callable[[], None]:
     """``step`` as a graph replay on a GPU, as itself elsewhere; the session is left as it was found.
 
-    Separate experts are called by the host, once it knows which tokens go where: no graph can hold them.
+    No graph can hold experts that the host calls (runtime/grouped_experts.py).
     """
-    if session.token.device.type != "cuda" or expert_linears(session.model):
+    if session.token.device.type != "cuda" or run_by_host(session.model):
         return lambda: step(session)
     _ = session.decoder  # made now: its tensors are for every session, not for the stream of this capture
     kept = (

@@ -50,14 +50,19 @@ def merge_linears(modules: Sequence[nn.Module]) -> MergedLinears:
 
 
 def _common_product(modules: Sequence[Any]) -> Product | None:
+    if all(type(module) is nn.Linear for module in modules) and _alike(modules):
+        return partial(linear, weight=_whole(modules, "weight"), bias=joined_bias(modules))
+    return _tiled_product(modules) if are_tiled_alike(modules) else None
+
+
+def are_tiled_alike(modules: Sequence[Any]) -> bool:
+    """Whether the modules are ``bcq`` Linears of one spec, in the kernels' order and of whole tiles, on one device."""
+    return all(map(_is_tiled, modules)) and len({module.spec for module in modules}) == 1 and _alike(modules)
+
+
+def _alike(modules: Sequence[nn.Module]) -> bool:
     kinds = {tuple((name, p.dtype, p.device, p.shape[1:]) for name, p in m.named_parameters()) for m in modules}
-    if len(kinds) > 1:
-        return None
-    if all(type(module) is nn.Linear for module in modules):
-        return partial(linear, weight=_whole(modules, "weight"), bias=_whole_bias(modules))
-    if all(map(_is_tiled, modules)) and len({module.spec for module in modules}) == 1:
-        return _tiled_product(modules)
-    return None
+    return len(kinds) == 1
 
 
 def _is_tiled(module: Any) -> bool:
@@ -67,16 +72,22 @@ def _is_tiled(module: Any) -> bool:
 
 def _tiled_product(modules: Sequence[QuantizedLinear]) -> Product:
     first, shape = modules[0], (sum(module.out_features for module in modules), modules[0].in_features)
-    tensors = {name: _whole(modules, name) for name in first.held}
+    tensors = joined_tensors(modules)
     weight = prepared_weight(first.spec, tensors, shape)
     if weight.tiles.is_cuda:
         ensure_measured(weight)
-    forward, bias = LINEARS[first.format_name].prepared_forward, _whole_bias(modules)
+    forward, bias = LINEARS[first.format_name].prepared_forward, joined_bias(modules)
     assert forward is not None
     return lambda x: forward(first.spec, tensors, shape, x, bias)
 
 
-def _whole_bias(modules: Sequence[Any]) -> Tensor | None:
+def joined_tensors(modules: Sequence[QuantizedLinear]) -> dict[str, Tensor]:
+    """The modules' stored tensors along dimension 0, each in one that theirs are views of from now on."""
+    return {name: _whole(modules, name) for name in modules[0].held}
+
+
+def joined_bias(modules: Sequence[Any]) -> Tensor | None:
+    """The modules' biases, likewise."""
     return None if modules[0].bias is None else _whole(modules, "bias")
 
 

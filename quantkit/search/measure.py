@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +14,21 @@ from quantkit.calibration.artifact import Calibration
 from quantkit.evaluation.divergence import score_logits
 from quantkit.formats.table import dequantize
 from quantkit.models.families import block_linears, linear_weight
+from quantkit.models.logits import logits_of, window_logits
+from quantkit.models.stream import ModelStream
+from quantkit.models.streaming import BlockInputs, advance, capture_inputs
 from quantkit.progress import track
-from quantkit.search.table import ErrorTable, LayerMethod, Option, TableFile, layers_with_hessians
+from quantkit.search.table import ErrorTable, LayerMethod, Option, TableFile, blocks_with_hessians
+from quantkit.storage.resume import Workspace, passing_workspace
 
 # The reference's logits stay in memory for all layers: 0.5 GB at a vocabulary of 128,000.
 _TOKENS = 1024
+# Hidden states of variants, in a file: where they take more, those at hand are finished before others begin.
+_VARIANT_BYTES = 4 * 10**9
 
 
 def measure_layers(
-    model: Any,
+    stream: ModelStream,
     calibration: Calibration,
     table: ErrorTable,
     options: Sequence[Option],
@@ -32,7 +39,8 @@ def measure_layers(
 ) -> None:
     """Measure the ``count`` layers of largest estimate (all, if negative), each at one option per bit width.
 
-    The option is the middle group size. Results go to the cache; the model is left as it was.
+    The option is the middle group size. Results go to the cache; the model is left as it was. One block is in memory at
+    a time: the hidden states of every variant of the model flow through the blocks behind its layer.
     """
     anchors = anchor_options(options)
     ranked = sorted(table.shapes, key=lambda name: -table.get(name, anchors[0]).estimate)
@@ -43,16 +51,81 @@ def measure_layers(
         fresh = [option for option in fitted if ("measured", name, option) not in cache.rows]
         if fresh:
             todo[name] = fresh
-    if not todo:
-        return
-    linears = block_linears(model)
+    if todo:
+        _measure(stream, calibration, todo, method, cache)
+
+
+def _measure(
+    stream: ModelStream,
+    calibration: Calibration,
+    todo: Mapping[str, Sequence[Option]],
+    method: LayerMethod,
+    cache: TableFile,
+) -> None:
     windows = calibration.windows[: max(1, _TOKENS // calibration.windows.shape[1])]
-    reference = [_logits(model, window) for window in windows]
-    work = layers_with_hessians(model, calibration, todo)
-    for layer, option in track(work, "measuring layers", total=sum(len(fresh) for fresh in todo.values())):
-        packed = method.quantize(layer, option)
-        kl = _kl_with(model, linears[layer.name], dequantize(packed), windows, reference)
-        cache.add("measured", layer.name, option, kl=kl)
+    logits = [each.cpu() for each in window_logits(stream, list(windows), "reference")]
+    linears, total = block_linears(stream.model), sum(map(len, todo.values()))
+    with passing_workspace({}) as work:
+        reference = capture_inputs(stream, windows, room=partial(work.state, 0))
+        variants = _Variants(stream, windows, logits, work, cache)
+        for index, block, layers in track(
+            blocks_with_hessians(stream, calibration, todo), f"measuring {total} layers under options, by block"
+        ):
+            variants.advance(index, block)
+            for layer, option in ((each, option) for each in layers for option in todo[each.name]):
+                weight = dequantize(method.quantize(layer, option))
+                with _replaced(linears[layer.name], weight):
+                    variants.add(layer.name, option, index, block, reference)
+            reference = advance(block, reference, index)
+            if variants.bytes > _VARIANT_BYTES:
+                variants.finish(index + 1)
+        variants.finish(index + 1)
+
+
+class _Variants:
+    """Models that differ from the reference in one layer, as the hidden states that flow through their blocks.
+
+    windows: [n, seq_len], those measured on. logits: the reference's for each. Results go to the cache.
+    """
+
+    def __init__(
+        self, stream: ModelStream, windows: Tensor, logits: Sequence[Tensor], work: Workspace, cache: TableFile
+    ):
+        self._stream, self._windows, self._logits, self._work, self._cache = stream, windows, logits, work, cache
+        self._flowing: dict[tuple[str, Option], BlockInputs] = {}
+
+    @property
+    def bytes(self) -> int:
+        """What the hidden states take."""
+        return sum(inputs.hidden.numel() * inputs.hidden.itemsize for inputs in self._flowing.values())
+
+    def add(self, name: str, option: Option, index: int, block: nn.Module, reference: BlockInputs) -> None:
+        """The model whose block ``index`` is this one, all before it being the reference's."""
+        number = len(self._flowing) + 1
+        room = self._work.state(number, tuple(reference.hidden.shape), reference.hidden.dtype)
+        self._flowing[name, option] = advance(block, reference, index, room)
+
+    def advance(self, index: int, block: nn.Module) -> None:
+        """Run all of them through a block that is the reference's in each."""
+        for inputs in self._flowing.values():
+            advance(block, inputs, index)
+
+    def finish(self, index: int) -> None:
+        """Run all of them through block ``index`` and those behind it; measure and drop them."""
+        for later in range(index, len(self._stream.blocks)):
+            with self._stream.block(later) as block:
+                self.advance(later, block)
+        with self._stream.outside(), torch.no_grad():
+            for (name, option), inputs in self._flowing.items():
+                parts = []
+                for window, hidden, logits in zip(self._windows, inputs.hidden, self._logits, strict=True):
+                    own = hidden[None].to(self._stream.device, inputs.dtype)
+                    found = logits_of(self._stream, inputs, own, window)[:-1]
+                    parts.append(score_logits(logits[:-1].to(found.device), found, window[1:].long()).kl)
+                self._cache.add("measured", name, option, kl=float(torch.cat(parts).mean()))
+        for number in range(1, len(self._flowing) + 1):
+            self._work.discard(number)
+        self._flowing.clear()
 
 
 def anchor_options(options: Sequence[Option]) -> list[Option]:
@@ -83,24 +156,13 @@ def corrected_losses(table: ErrorTable, options: Sequence[Option]) -> dict[tuple
     }
 
 
-@torch.no_grad()
-def _kl_with(model: Any, module: nn.Module, weight: Tensor, windows: Tensor, reference: Sequence[Tensor]) -> float:
-    """Mean KL over the windows' tokens while the module has this weight [N, K]."""
+@contextmanager
+def _replaced(module: nn.Module, weight: Tensor) -> Iterator[None]:
+    """While entered, the module has this weight [N, K]."""
     place = linear_weight(module).data
     original = place.clone()
     place.copy_(weight)
     try:
-        parts = [
-            score_logits(before, _logits(model, window), window[1:].long()).kl
-            for window, before in zip(windows, reference, strict=True)
-        ]
+        yield
     finally:
         place.copy_(original)
-    return float(torch.cat(parts).mean())
-
-
-@torch.no_grad()
-def _logits(model: Any, window: Tensor) -> Tensor:
-    device = next(model.parameters()).device
-    logits: Tensor = model(window[None].to(device, torch.long), use_cache=False).logits[0, :-1]
-    return logits

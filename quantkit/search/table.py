@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.table import dequantize, spec_from_json, spec_to_json, stored_bytes
 from quantkit.methods import METHODS
 from quantkit.models.experts import expert_linears
-from quantkit.models.families import block_linears, decoder_blocks, linear_shape, linear_weight
-from quantkit.models.stream import in_memory_stream
-from quantkit.models.streaming import advance, block_hessians, capture_inputs
+from quantkit.models.families import block_linears, linear_shape, linear_weight
+from quantkit.models.hessians import block_hessians
+from quantkit.models.stream import ModelStream
+from quantkit.models.streaming import advance, capture_inputs
 from quantkit.progress import track
 from quantkit.quantizers.base import LayerInput
 from quantkit.search.sensitivity import output_sensitivity, quadratic_error
 from quantkit.storage.checks import Fields, anything, check_document, map_of, number, record, text, whole
 from quantkit.storage.documents import parse_json
 from quantkit.storage.place import check_file
+from quantkit.storage.resume import passing_workspace
 
 SCHEMA = 2
 ROW_WISE = -1
@@ -177,16 +180,15 @@ def _solver_files() -> list[Path]:
 
 def check_method(method: str) -> None:
     """Raise RecipeError unless each layer of the method can be quantized alone, by weight_bits and group_size."""
-    row = METHODS[method]
-    known = row.settings.__dataclass_fields__
-    if row.transform is not None or not {"weight_bits", "group_size"} <= known.keys():
+    known = METHODS[method].settings.__dataclass_fields__
+    if "act_bits" in known or not {"weight_bits", "group_size"} <= known.keys():
         raise RecipeError(
             f"search chooses weight_bits and group_size per layer, which method {method} has not; use bcq"
         )
 
 
 def build_table(
-    model: nn.Module,
+    stream: ModelStream,
     calibration: Calibration,
     layers: Sequence[str],
     options: Sequence[Option],
@@ -196,9 +198,9 @@ def build_table(
 ) -> ErrorTable:
     """Every option of every layer, from the cache or by quantizing; the model is left as it was.
 
-    Raises RecipeError for an option that the method refuses.
+    One block is in memory at a time. Raises RecipeError for an option that the method refuses.
     """
-    linears = block_linears(model)
+    linears = block_linears(stream.model)
     shapes = {name: linear_shape(linears[name]) for name in layers}
     wanted = {name: sorted({option.fitted(shapes[name]) for option in options}) for name in layers}
     missing = {
@@ -206,10 +208,14 @@ def build_table(
     }
     missing = {name: own for name, own in missing.items() if own}
     if missing:
-        gains = output_sensitivity(model, {name: linears[name] for name in missing}, calibration.windows)
-        work = layers_with_hessians(model, calibration, missing)
-        total = sum(map(len, missing.values()))
-        for layer, option in track(work, "error table", total=total):
+        gains = output_sensitivity(stream, {name: linears[name] for name in missing}, calibration.windows)
+        work = (
+            (layer, option)
+            for _, _, layers_of_block in blocks_with_hessians(stream, calibration, missing)
+            for layer in layers_of_block
+            for option in missing[layer.name]
+        )
+        for layer, option in track(work, "error table", total=sum(map(len, missing.values()))):
             packed = method.quantize(layer, option)
             cache.add("entry", layer.name, option, **_numbers(layer, packed, gains[layer.name]))
     entries = {
@@ -218,25 +224,31 @@ def build_table(
     return ErrorTable(shapes, entries)
 
 
-def layers_with_hessians(
-    model: nn.Module, calibration: Calibration, work: Mapping[str, Sequence[Option]]
-) -> Iterator[tuple[LayerInput, Option]]:
-    """Block after block, every (layer, option) of the work; the Hessians are those of the unquantized model."""
-    linears, experts = block_linears(model), expert_linears(model)
-    inputs = capture_inputs(in_memory_stream(model), calibration.windows)
-    left = sum(map(len, work.values()))
-    for index, (prefix, block) in enumerate(decoder_blocks(model)):
-        own = {name: linears[name] for name in work if name.startswith(f"{prefix}.")}
-        hessians = block_hessians(block, inputs, index, own, experts=experts) if own else {}
-        for name, module in own.items():
-            weight = linear_weight(module).detach().float().contiguous().clone()
-            layer = LayerInput(name, weight, calibration.stats_of(name), hessians[name])
-            for option in work[name]:
-                yield layer, option
-                left -= 1
-        if not left:
-            return
-        inputs = advance(block, inputs, index)
+def blocks_with_hessians(
+    stream: ModelStream, calibration: Calibration, work: Mapping[str, Sequence[Option]]
+) -> Iterator[tuple[int, nn.Module, list[LayerInput]]]:
+    """(index, block, its layers that the work names) of block after block, in memory, up to the last with work.
+
+    The Hessians are those of the unquantized model.
+    """
+    linears, experts = block_linears(stream.model), expert_linears(stream.model)
+    owners = {stream.owner(name) for name in work}
+    last = max(index for index, (prefix, _) in enumerate(stream.blocks) if prefix in owners)
+    with passing_workspace({}) as room:
+        inputs = capture_inputs(stream, calibration.windows, room=partial(room.state, 0))
+        for index in range(last + 1):
+            with stream.block(index) as block:
+                own = {name: linears[name] for name in work if stream.owner(name) == stream.blocks[index][0]}
+                hessians = block_hessians(block, inputs, index, own, experts=experts) if own else {}
+                yield index, block, [_layer_input(name, own[name], calibration, hessians[name]) for name in own]
+                del hessians
+                if index < last:
+                    inputs = advance(block, inputs, index)
+
+
+def _layer_input(name: str, module: nn.Module, calibration: Calibration, hessian: Tensor) -> LayerInput:
+    weight = linear_weight(module).detach().float().contiguous().clone()
+    return LayerInput(name, weight, calibration.stats_of(name), hessian)
 
 
 def _numbers(layer: LayerInput, packed: PackedWeight, gain: Tensor) -> dict[str, Any]:

@@ -16,9 +16,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from quantkit.errors import OutputError, refusing
 from quantkit.progress import say
+from quantkit.ranks import Ranks
 from quantkit.storage.documents import parse_json, read_json
 from quantkit.storage.output import sync
 from quantkit.storage.place import hidden
@@ -72,6 +73,10 @@ class Workspace:
         mapped = torch.from_file(str(self._state(number)), shared=True, size=count, dtype=dtype)
         return mapped.view(shape)
 
+    def discard(self, number: int) -> None:
+        """Remove what ``state`` made; the tensor stays while it is held."""
+        self._state(number).unlink(missing_ok=True)
+
     def commit(self, tensors: Mapping[str, Tensor], document: Any, state: Tensor | None = None) -> None:
         """Finish the next piece. state: what the piece behind it starts from, made by ``state``.
 
@@ -91,7 +96,7 @@ class Workspace:
             new.rename(self.piece(number))
             sync(self.folder)
             self.finished += 1
-            self._state(number).unlink(missing_ok=True)
+            self.discard(number)
 
     def check_state(self, state: Tensor) -> None:
         """Raise OutputError unless the state is what the last finished piece left."""
@@ -134,6 +139,91 @@ def workspace(place: Path, identity: Mapping[str, Any], *, restart: bool) -> Ite
             shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def shared_workspace(ranks: Ranks, opened: Callable[[], AbstractContextManager[Workspace]]) -> Iterator[Workspace]:
+    """The workspace that the first rank opens, on all ranks: the others read and fill its files."""
+    with ExitStack() as stack:
+        own: list[Workspace] = []
+
+        def enter() -> tuple[Path, int]:
+            own.append(stack.enter_context(opened()))
+            return own[0].folder, own[0].finished
+
+        folder, finished = ranks.lead(enter)
+        yield own[0] if own else Workspace(folder, finished)
+
+
+class Commits:
+    """Commits pieces one after the other; with a GPU in a thread, while the next is worked on.
+
+    Every rank hands in each piece. The first one writes it, when all have written their windows of its state.
+    """
+
+    def __init__(self, work: Workspace, ranks: Ranks, device: torch.device):
+        self._work, self._ranks, self._device, self._number = work, ranks, device, work.finished
+        self._pool = ThreadPoolExecutor(1) if device.type == "cuda" else None
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> Commits:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _error: Any, _trace: Any) -> None:
+        try:
+            with nullcontext() if kind is None else suppress(OutputError):  # the first error is what is told
+                self.wait()
+        finally:
+            if self._pool is not None:
+                self._pool.shutdown()
+
+    def commit(self, tensors: Mapping[str, Tensor], document: Any, state: Tensor | None = None) -> None:
+        """Finish the next piece, on the CPU. state: what the piece behind it starts from, on the GPU or in its file.
+
+        Raises OutputError where the disk does not take this piece or the one before.
+        """
+        self.wait()
+        self._number += 1
+        place = state
+        if state is not None and state.device.type != "cpu":
+            place = self._work.state(self._number, tuple(state.shape), state.dtype)
+        if place is not state and self._ranks.count > 1:
+            self._fill(place, state, None)
+            state = place
+        self._ranks.collect(None)
+        if not self._ranks.leads:
+            self._work.finished += 1
+        elif self._pool is None:
+            self._work.commit(tensors, document, place)
+        else:
+            written = torch.cuda.Event()
+            written.record(torch.cuda.current_stream(self._device))
+            self._pending = self._pool.submit(self._write, tensors, document, place, state, written)
+
+    def wait(self) -> None:
+        """Until the last piece is finished. Raises OutputError where the disk did not take it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _write(
+        self, tensors: Mapping[str, Tensor], document: Any, place: Tensor | None, state: Tensor | None, written: Any
+    ) -> None:
+        if place is not state:
+            self._fill(place, state, written)
+        self._work.commit(tensors, document, place)
+
+    def _fill(self, place: Tensor | None, state: Tensor | None, written: Any) -> None:
+        """Copy this rank's windows to their file, beside what else the GPU does."""
+        assert place is not None
+        assert state is not None
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+            if written is None:
+                torch.cuda.synchronize(self._device)
+            else:
+                written.synchronize()
+            for number in self._ranks.own(len(state)):
+                place[number] = state[number].cpu()
 
 
 @contextmanager

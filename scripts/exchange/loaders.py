@@ -21,10 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from quantkit.data.corpora import Corpus, load_text
 from quantkit.errors import EvaluationError
 from quantkit.evaluation.perplexity import perplexity
+from quantkit.exchange.gguf_writer import FILE
 from quantkit.exchange.source import read_config
 from quantkit.jobs.convert import convert_model
 from quantkit.jobs.export import export_model
 from quantkit.models.loading import load_model
+from quantkit.nn.quantized_linear import QuantizedLinear
 from scripts.common import (
     environment_of,
     markdown_table,
@@ -33,6 +35,7 @@ from scripts.common import (
     write_document,
 )
 
+_LAYERS_OF_THEIR_OWN = ("gptq", "awq")  # whose loaders keep weights quantized
 _PACKAGES = {"compressed-tensors": ("compressed-tensors",), "gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",)}
 
 
@@ -72,6 +75,18 @@ def score(model: Any, tokenizer: Any, corpus: Corpus, options: argparse.Namespac
     }
 
 
+def same_weights(here: Any, there: Any, method: str) -> int:
+    """The layers whose weights are the other loader's to the bit, both in the type in which it computes them."""
+    dtype = torch.float32 if method == "gguf" else torch.float16
+    same = 0
+    for name, module in here.named_modules():
+        if isinstance(module, QuantizedLinear):
+            other = there.get_submodule(name)
+            weight = other.dequantize_weight().t() if method in _LAYERS_OF_THEIR_OWN else other.weight
+            same += torch.equal(module.dequantize().to(dtype), weight.to(dtype))
+    return same
+
+
 def measure(case: str, corpus: Corpus, options: argparse.Namespace, work: Path) -> dict[str, Any]:
     """One row."""
     what, _, path = case.partition("=")
@@ -80,20 +95,23 @@ def measure(case: str, corpus: Corpus, options: argparse.Namespace, work: Path) 
         ours, theirs = Path(path), work / "out"
         numbers: dict[str, Any] = {}
         result: Any = export_model(ours, theirs, to=names[0])
+        theirs = theirs / FILE if names[0] == "gguf" else theirs
     elif kind == "convert" and len(names) == 1:
         ours, theirs = work / "out", Path(path)
         result = convert_model(theirs, ours, exact=options.exact)
         numbers = {"bits_per_weight": result.bits_per_weight, "exact_planes": options.exact}
     else:
         raise EvaluationError(f"{case}: write export:FORMAT:NAME=FOLDER or convert:NAME=SOURCE")
-    here = score(*load_model(str(ours), dtype=torch.float32), corpus, options)
+    own, own_tokenizer = load_model(str(ours), dtype=torch.float32)
     model, tokenizer, method = load_elsewhere(theirs)
-    there = score(model, tokenizer, corpus, options)
+    same = same_weights(own, model, method)
+    here, there = score(own, own_tokenizer, corpus, options), score(model, tokenizer, corpus, options)
     return {
         "case": what,
         "format": method,
         "layers": result.layers,
         "exact_layers": result.exact,
+        "same_weights": same,
         "rounding": result.rounding,
         **numbers,
         "here": here,

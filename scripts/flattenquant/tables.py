@@ -47,6 +47,7 @@ def measure(model: str, run: Run, work: Path, options: argparse.Namespace, seq_l
         recipe = load_recipe(run.recipe, run.overrides)
         job = QuantizeOptions(device=options.device, overwrite=True)
         result = quantize_model(model, recipe, out, calibration=work / "c.safetensors", options=job)
+        assert result is not None  # of one process
         row |= {"quantize_seconds": result.seconds, "bits_per_weight": result.bits_per_weight, **layer_facts(out)}
         evaluated = str(out)
     loaded, tokenizer = load_model(evaluated, device=options.device)
@@ -105,6 +106,7 @@ def measure_model(
             seq_len=CALIBRATION_SEQ_LEN,
             seed=0,
         )
+        assert artifact is not None  # of one process
         save_calibration(artifact, work / "c.safetensors")
         for run in runs.values():
             row = measure(model, run, work, options, int(seq_len))

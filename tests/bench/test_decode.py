@@ -34,6 +34,27 @@ def test_decode_bench_times_float_and_method(monkeypatch: pytest.MonkeyPatch) ->
     assert second.tokens_per_second == pytest.approx(1e3 / second.median_ms)
 
 
+def test_batches_and_a_quantized_head_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.MODELS, "tiny", replace(TINY, tied=True))
+    results = list(run_decode(DecodeBench("tiny", "bcq-w2-g32-head6", 6, 5, CPU, (1, 3))))
+    assert [(result.method, result.batch) for result in results] == [
+        *(("float", batch) for batch in (1, 3)),
+        *(("bcq-w2-g32-head6", batch) for batch in (1, 3)),
+    ]
+    plain, *_ = run_decode(DecodeBench("tiny", "bcq-w2-g32", 6, 5, CPU))
+    assert results[2].weight_bytes == results[3].weight_bytes < plain.weight_bytes
+    assert results[3].tokens_per_second == pytest.approx(3e3 / results[3].median_ms)
+
+
+def test_tokens_that_part_in_many_sequences_are_an_error() -> None:
+    expected = torch.arange(32).view(8, 4)
+    decode._check_tokens(expected, expected, "it")
+    with pytest.raises(BenchError, match="differ in 8 of 8"):
+        decode._check_tokens(expected + 1, expected, "it")
+    with pytest.raises(BenchError, match="differ in 1 of 1"):
+        decode._check_tokens(expected[:1] + 1, expected[:1], "it")
+
+
 def test_bars_show_how_far_a_slow_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int]] = []
 
@@ -70,5 +91,5 @@ def test_bad_requests_are_one_line(model: str, method: str | None, message: str)
 def test_graph_replays_give_the_eager_tokens(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     shape = replace(TINY, family=family, hidden=256, ffn=512, kv_heads=2 if family == "llama" else 4)
     monkeypatch.setitem(shapes.MODELS, "tiny", shape)
-    results = list(run_decode(DecodeBench("tiny", "bcq-w4-g128", 12, 8, torch.device("cuda"))))
-    assert [result.method for result in results] == ["float", "bcq-w4-g128"]
+    bench = DecodeBench("tiny", "bcq-w4-g128-head6", 12, 8, torch.device("cuda"), (1, 4))
+    assert [result.method for result in run_decode(bench)] == ["float"] * 2 + ["bcq-w4-g128-head6"] * 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantkit.calibration.artifact import Calibration, check_model
-from quantkit.calibration.runner import calibrate
+from quantkit.calibration.runner import calibrate, vocabulary_windows
 from quantkit.data.corpora import Corpus
 from quantkit.errors import DataError, ModelError, StatsError
 from quantkit.models.families import block_linears, linear_shape
@@ -86,3 +86,24 @@ def test_overflow_names_the_first_layer_that_sees_it(tiny_model: Callable[[str],
         model.model.layers[0].mlp.up_proj.weight.fill_(float("inf"))
     with pytest.raises(StatsError, match=r"model\.layers\.0\.mlp\.down_proj: its input holds NaN or Inf"):
         _run(model, tokenizer, corpus)
+
+
+def test_vocabulary_widens_the_reach_and_nothing_else(tiny_model: Callable[[str], Path], corpus: Corpus) -> None:
+    model, tokenizer = load_model(str(tiny_model("llama")))
+    windows = vocabulary_windows(tokenizer, model, 64, 2, seed=0)
+    tokens = min(len(tokenizer), model.get_input_embeddings().weight.shape[0])
+    whole = vocabulary_windows(tokenizer, model, 64, 100, seed=0)
+    assert windows.shape == (2, 64)
+    assert torch.equal(whole[:2], windows)
+    assert set(whole.flatten().tolist()) == set(range(tokens))
+    name = "model.layers.0.mlp.down_proj"
+    stats = _run(model, tokenizer, corpus, windows=2).layers[name]
+    seen: list[torch.Tensor] = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda _module, given: seen.append(given[0].abs()))
+    with torch.no_grad():
+        model(windows)
+    handle.remove()
+    assert stats.vocabulary_absmax is not None
+    torch.testing.assert_close(stats.vocabulary_absmax, seen[0].amax(dim=(0, 1)), rtol=1e-4, atol=1e-6)
+    assert stats.tokens == 2 * 64
+    assert torch.equal(stats.reach(), stats.absmax.maximum(stats.vocabulary_absmax))

@@ -37,7 +37,7 @@ def test_bits_per_weight_weighs_layers_by_their_size() -> None:
     ("change", "message"),
     [
         ({"quant_method": "gptq"}, "not 'quantkit'"),
-        ({"format_version": 2}, "upgrade quantkit"),
+        ({"format_version": 3}, "upgrade quantkit"),
         ({"groups": [{"layers": {}}]}, "malformed"),
         ({"groups": [{"spec": {"format": "bcq"}, "layers": {"a": [1, 2]}}]}, "bcq"),
         ({"ignore": None}, "malformed"),

@@ -18,10 +18,10 @@ from quantkit.evaluation.divergence import (
     check_same_vocabulary,
     divergence,
     score_logits,
-    window_scores,
 )
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.loading import load_model
+from tests.pipeline import window_scores
 from tests.tiny import sample_text
 
 FP64_RTOL = 1e-12  # sums of a few hundred fp64 terms

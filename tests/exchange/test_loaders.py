@@ -74,7 +74,7 @@ def test_gptqmodel_computes_our_weights(tiny_model: Model, tmp_path: Path, bits:
         assert torch.equal(found.half(), own.half()), name
 
 
-def _write_gguf(path: Path, kind: str) -> None:
+def write_gguf(path: Path, kind: str) -> None:
     """A Llama of two layers whose Linears and embedding are random blocks of one type."""
     import gguf
     import numpy as np
@@ -126,7 +126,7 @@ def test_a_gguf_file_is_what_transformers_makes_of_it(tmp_path: Path, kind: str)
     """Names, the order of rows of q and k, the embedding, the tokenizer; fp32 on both sides."""
     pytest.importorskip("gguf")
     path = tmp_path / "model.gguf"
-    _write_gguf(path, kind)
+    write_gguf(path, kind)
     exact = not kind.endswith("K")
     result = convert_model(path, tmp_path / "out", exact=exact)
     other = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)

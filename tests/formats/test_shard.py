@@ -97,6 +97,19 @@ def test_shards_along_k_add_up_to_the_whole_product(spec: Any, ranks: int) -> No
     torch.testing.assert_close(total, whole)
 
 
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_shards_along_n_and_k_together_are_the_stored_weight(spec: Any, ranks: int) -> None:
+    tensors = random_tensors(spec, (N, K))
+    whole = dequantize(spec, tensors, (N, K))
+    for rank in range(ranks):
+        rows, columns = (rank * N // ranks, (rank + 1) * N // ranks), (rank * K // ranks, (rank + 1) * K // ranks)
+        own, kept = shard(spec, tensors, (N, K), out_spans=[rows], in_span=(0, K))
+        assert torch.equal(dequantize(own, kept, (rows[1] - rows[0], K)), whole[slice(*rows)])
+        own, kept = shard(spec, tensors, (N, K), out_spans=[(0, N)], in_span=columns)
+        assert torch.equal(dequantize(own, kept, (N, columns[1] - columns[0])), whole[:, slice(*columns)])
+
+
 def test_flatten_shards_share_out_every_column_that_carries_weight() -> None:
     spec = SPECS["flatten-w8a8"]
     tensors = random_tensors(spec, (N, K))

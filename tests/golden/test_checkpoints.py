@@ -58,7 +58,9 @@ def test_the_same_input_makes_the_same_files(tmp_path: Path, artifact: Path) -> 
     pairs = {name: tuple(folder / name / "model.safetensors" for folder in (FILES, out)) for name in CHECKPOINTS}
     for name, files in {**pairs, CALIBRATION: (artifact, out / CALIBRATION)}.items():
         before, after = map(load_file, files)
-        assert after.keys() == before.keys(), name
+        added = after.keys() - before.keys()  # calibrations have come to hold the reach of the vocabulary
+        assert before.keys() <= after.keys(), name
+        assert all(key.endswith(":vocabulary_absmax") for key in added), name
         assert [key for key, tensor in before.items() if not torch.equal(after[key], tensor)] == [], name
     for name in CHECKPOINTS:
         old, new = (read_checkpoint(folder / name) for folder in (FILES, out))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from quantkit.checkpoint.config import AttentionScales
 from quantkit.errors import CheckpointError
@@ -85,10 +86,19 @@ def test_int8_attention_is_refused() -> None:
         config_of(attention((BCQ, BCQ, BCQ)), attention={"model.layers.0.self_attn": AttentionScales(1.0, 1.0, 1.0)})
 
 
-def test_a_quantized_head_is_refused() -> None:
-    config = config_of(stored("lm_head", BCQ, (Q_ROWS, K)))
-    with pytest.raises(CheckpointError, match="lm_head: is quantized, and vLLM runs it as ParallelLMHead"):
-        config.get_quant_method(vllm_stub.ParallelLMHead(), "lm_head")
+def test_a_quantized_embedding_is_refused() -> None:
+    config = config_of(stored("model.embed_tokens", BCQ, (Q_ROWS, K)))
+    with pytest.raises(CheckpointError, match="embed_tokens: is quantized, and vLLM runs it as Embedding"):
+        config.get_quant_method(nn.Embedding(1, 1), "model.embed_tokens")
+
+
+def test_quantized_experts_are_refused() -> None:
+    class FusedMoE(torch.nn.Module):
+        """Stands for vLLM's layer of this name."""
+
+    config = config_of(stored("model.layers.0.mlp.experts.3.gate_proj", BCQ, (Q_ROWS, K)))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.experts: is quantized, and vLLM runs it as FusedMoE"):
+        config.get_quant_method(FusedMoE(), "model.layers.0.mlp.experts")
 
 
 def test_a_shape_that_the_models_config_does_not_build_is_refused() -> None:

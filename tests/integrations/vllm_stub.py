@@ -35,7 +35,15 @@ class QuantizationConfig:
 
 
 class ParallelLMHead(nn.Module):
-    """No LinearBase in vLLM either."""
+    """No LinearBase in vLLM either; its rows are padded to equal numbers on all ranks."""
+
+    def __init__(self, vocabulary: int, rank: int = 0, ranks: int = 1, padding: int = 64):
+        super().__init__()
+        padded = -(-vocabulary // padding) * padding
+        self.org_vocab_size, self.rows = vocabulary, padded // ranks
+        start = rank * self.rows
+        end = min(vocabulary, start + self.rows)
+        self.shard_indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end)
 
 
 class Logger:
@@ -72,6 +80,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
             "LinearMethodBase": object,
             "UnquantizedLinearMethod": UnquantizedLinearMethod,
         },
+        f"{layers}.vocab_parallel_embedding": {"ParallelLMHead": ParallelLMHead},
         f"{layers}.quantization": {"register_quantization_config": register_quantization_config},
         f"{layers}.quantization.base_config": {"QuantizationConfig": QuantizationConfig},
     }

@@ -12,6 +12,9 @@ import pytest
 from quantkit.checkpoint.summary import summarize
 from quantkit.checkpoint.write import folder_bytes
 from quantkit.jobs import estimate as module
+from quantkit.jobs.expected_time import expected_seconds
+from quantkit.jobs.quantize import QuantizeOptions, open_job
+from quantkit.recipe import load_recipe
 from tests.cli.calls import refusal, run
 
 TinyModel = Callable[[str], Path]
@@ -67,3 +70,11 @@ def test_unknown_activations_are_refused(command: str, tiny_model: TinyModel, te
     own = ["--recipe", "rtn-w4-g128"] if command == "quantize" else ["--text", text_file]
     out = tmp_path / ("q" if command == "quantize" else "c.safetensors")
     assert "choose fp32 or bf16" in refusal(command, tiny_model("opt"), *own, "-o", out, "--activations", "fp8")
+
+
+@pytest.mark.parametrize("recipe", ["bcq-w4-g128", "bcq-w4-g128-comp", "flatten-o3", "bipolar-w4a8"])
+def test_the_time_grows_with_the_layers(recipe: str, tiny_model: TinyModel, calibrated: Calibrated) -> None:
+    job = open_job(str(tiny_model("opt")), load_recipe(recipe, []), calibrated("opt"), QuantizeOptions())
+    one = dict(list(job.plans.items())[:1])
+    whole, part = (expected_seconds(job.stream, plans, job.artifact) for plans in (job.plans, one))
+    assert 0 < part < whole

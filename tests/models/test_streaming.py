@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from quantkit.errors import ModelError
 from quantkit.models.experts import RoutedExperts, expert_linears, separate_experts
 from quantkit.models.families import block_linears, decoder_blocks
+from quantkit.models.hessians import block_hessians
 from quantkit.models.loading import load_model
 from quantkit.models.stream import in_memory_stream
-from quantkit.models.streaming import advance, block_hessians, capture_inputs
+from quantkit.models.streaming import advance, capture_inputs
 from quantkit.stats import trust
 from tests.tiny import VOCABULARY
 
@@ -161,19 +162,26 @@ def test_blocks_that_are_handed_what_depends_on_the_text_are_refused() -> None:
         capture_inputs(in_memory_stream(PerLayer()), torch.tensor([[1, 2, 3], [4, 5, 6]]))
 
 
-def test_hessians_of_experts_are_of_their_tokens_and_tempered(tiny_model: Callable[[str], Path]) -> None:
+def test_hessians_of_experts_are_of_their_tokens_weighted_and_tempered(tiny_model: Callable[[str], Path]) -> None:
     model, _ = load_model(str(tiny_model("mixtral")))
     separate_experts(model)
     name, block = decoder_blocks(model)[0]
     experts = next(module for module in block.modules() if isinstance(module, RoutedExperts))
     linears = {key: module for key, module in block_linears(model).items() if key.startswith(f"{name}.")}
     seen: list[torch.Tensor] = []
+    weights: list[torch.Tensor] = []
     experts.get_submodule("2.w2").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    # Routing weights, one for each row above: the expert's tokens come in their order, and none chooses it twice.
+    experts.register_forward_pre_hook(lambda _, args: weights.append(args[2].masked_fill(args[1] != 2, 0).sum(dim=1)))
     inputs = capture_inputs(in_memory_stream(model), _windows())
     seen.clear()  # of the pass that records how blocks are called
+    weights.clear()
     hessian = block_hessians(block, inputs, 0, linears, experts=expert_linears(model))[f"{name}.mlp.experts.2.w2"]
-    rows = torch.cat(seen)
-    share, plain = trust(len(rows)), rows.t() @ rows / len(rows)
+    rows, weight = torch.cat(seen), torch.cat(weights)
+    weight = weight[weight > 0]
+    assert weight.min() < weight.max()
+    weighted = rows * weight[:, None]
+    share, plain = trust(len(rows)), weighted.t() @ weighted / weight.square().sum()
     equal = torch.eye(len(plain)) * plain.diagonal().mean()
     torch.testing.assert_close(hessian, plain * share + equal * (1 - share), rtol=SUM_RTOL, atol=1e-6)
 

@@ -10,6 +10,7 @@ import torch
 
 from quantkit.cuda.architectures import Architecture, Kernel
 from quantkit.cuda.device import gpu_of
+from quantkit.ops.bcq.experts import ExpertsKernel
 from quantkit.ops.instances import INSTANCES
 from quantkit.ops.registry import OPS, Op
 
@@ -31,4 +32,8 @@ def is_asked_for(sample: Any, row: Architecture) -> bool:
     """Whether a GPU of this generation gets the sample: its bcq kernels by name, nibbles where it has INT4 products."""
     named, acts = getattr(sample, "implementation", "auto"), getattr(sample, "act_tiles", None)
     packed = getattr(sample, "packed", False) or (acts is not None and acts.dtype == torch.uint8)
-    return (named == "auto" or Kernel(named) in row.kernels) and (not packed or Kernel.INT4_GEMM_MMA in row.kernels)
+    if named == ExpertsKernel.GEMV:
+        named = Kernel.BCQ_BINARY_GEMV
+    return (named in ("auto", ExpertsKernel.GEMM) or Kernel(named) in row.kernels) and (
+        not packed or Kernel.INT4_GEMM_MMA in row.kernels
+    )

@@ -53,6 +53,10 @@ def _run_decode() -> None:
         for head_dim in (64, 128, 256):
             q, token, cache, mask = token_behind_others(head_dim, dtype, CPU)
             attention(q, token, cache, mask, 0.7, 0.5)
+            q, token, cache, mask = token_behind_others(head_dim, dtype, CPU, sequences=3)
+            attention(q, token, cache, mask.expand(3, -1, -1, -1), 0.7)
+            q, token, cache, mask = token_behind_others(head_dim, dtype, CPU, sequences=40)
+            attention(q, token, cache, mask, 0.7)
             long = tuple(torch.zeros(1, 2, 9000, head_dim, dtype=dtype) for _ in range(2))
             attention(q, token, (long[0], long[1]), torch.ones(1, 1, 1, 9000).bool(), 0.7)
         for activation in ACTIVATIONS:

@@ -16,10 +16,17 @@ from tests.ops.table import NAMES, is_asked_for, samples_on
 CHECKED = 4  # samples that torch's own checks run on, which trace each op several times
 # bcq: fp16 and bf16 results, and weights rounded to them, as in ops/bcq/test_op.py. Attention: a code of P that lies
 # between two may go either way with the last bit of exp.
-RTOL = {"bcq_linear": 1e-2, "bcq_linear_prepared": 1e-2, "bipolar_linear": 2e-2, "int8_attention": 2e-2}
+RTOL = {
+    "bcq_linear": 1e-2,
+    "bcq_linear_prepared": 1e-2,
+    "bcq_experts": 1e-2,
+    "bipolar_linear": 2e-2,
+    "int8_attention": 2e-2,
+}
 NOT_EXACT_ON_A_GPU = {
     "bcq_linear": "sums in another order",
     "bcq_linear_prepared": "sums in another order",
+    "bcq_experts": "sums in another order",
     "bipolar_linear": "weights per group run on the bcq kernels",
     "int8_attention": "the last bit of exp",
 }

@@ -11,14 +11,22 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.calibration.artifact import Calibration
 from quantkit.errors import RecipeError
-from quantkit.methods import LayerPlan
+from quantkit.jobs.quantize import QuantizeOptions, quantize_model
+from quantkit.methods import LayerPlan, plan_layers
+from quantkit.models.experts import separate_experts
 from quantkit.models.families import block_linears
+from quantkit.models.loading import load_model
+from quantkit.quantizers.bcq.quantizer import BcqSettings
 from quantkit.quantizers.bipolar import BipolarSettings
 from quantkit.quantizers.rotation import fold_rotation, rotation_matrix
+from quantkit.recipe import LayerRule, Recipe, load_recipe
 from quantkit.stats import LayerStats, magnitude_histogram
+from tests.tiny import build_model
 
 LOGIT_ATOL = 1e-4  # fp32 sums in another order
 ORTHOGONAL_ATOL = 1e-12  # fp64
+FP64_ATOL = 1e-6  # weights in fp64; the RMS norms of transformers compute in fp32
+EIGHT_BIT_SHARE = 0.05  # of the spread of the logits, what 8-bit weights move them by
 
 
 def _plans(model: torch.nn.Module, rotate: bool) -> dict[str, LayerPlan]:
@@ -44,6 +52,48 @@ def test_rotation_spreads_an_outlier() -> None:
     row = torch.zeros(576, dtype=torch.float64)
     row[100] = 1000.0
     assert (row @ rotation_matrix(576)).abs().max() < 200
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])
+def test_the_function_is_the_same_in_fp64(family: str) -> None:
+    """Every family that the rotation takes, but for those whose blocks it does not know, which it refuses."""
+    model = build_model(family).eval().double()
+    separate_experts(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 2.0)
+    ids = torch.arange(40).reshape(2, 20)
+    before = model(ids).logits.detach()
+    plans = {name: LayerPlan("bcq", BcqSettings(rotate=True)) for name in block_linears(model)}
+    if family != "llama":
+        with pytest.raises(RecipeError, match="Llama family"):
+            fold_rotation(model, plans, None)
+        return
+    fold_rotation(model, plans, None)
+    torch.testing.assert_close(model(ids).logits, before, rtol=0, atol=FP64_ATOL)
+
+
+@pytest.mark.parametrize("recipe", ["bcq-w4-g64-s8-comp", "rtn-w4-g128"])
+def test_rotated_weights_of_many_bits_leave_the_function(
+    recipe: str, tiny_model: Callable[[str], Path], calibrated: Callable[[str], Path], tmp_path: Path
+) -> None:
+    chosen = load_recipe(recipe, ["weight_bits=8", "group_size=32", "rotate=true"])
+    result = quantize_model(
+        str(tiny_model("llama")), chosen, tmp_path / "q", calibration=calibrated("llama"), options=QuantizeOptions()
+    )
+    assert result.layers
+    original, rotated = (load_model(str(folder))[0] for folder in (tiny_model("llama"), tmp_path / "q"))
+    ids = torch.arange(40).reshape(2, 20)
+    spread = original(ids).logits.std().item()
+    torch.testing.assert_close(rotated(ids).logits, original(ids).logits, rtol=0, atol=EIGHT_BIT_SHARE * spread)
+
+
+def test_two_methods_that_rotate_are_refused() -> None:
+    rules = (LayerRule("*.q", "rtn", {"rotate": True}),)
+    recipe = Recipe("mixed", "bcq", {"rotate": True}, (), rules)
+    with pytest.raises(RecipeError, match="bcq and rtn both rotate"):
+        plan_layers(recipe, ["a.q", "a.k"])
 
 
 def test_the_model_computes_the_same(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:

@@ -20,6 +20,16 @@ def test_speed_takes_the_rows_of_one_shape() -> None:
     assert lines == {what: [(1, 11.0), (8, 18.0)] for what in figures.SPEED_LINES}
 
 
+def test_serving_takes_the_settings_of_one_gpu_that_were_measured() -> None:
+    steps = {"16": 4.0, "1": 2.0}
+    results = {
+        f"{figures.SERVING_MODEL} bcq-w4-g128 tp1": {"ms_per_step": steps},
+        f"{figures.SERVING_MODEL} fp16 tp2": {"ms_per_step": steps},
+        f"{figures.SERVING_MODEL} fp8 tp1": {"error": "exit status 1"},
+    }
+    assert figures.serving_lines(results) == {"bcq-w4-g128": [(1, 500.0), (16, 4000.0)]}
+
+
 def test_quality_tells_compensated_recipes_and_peers_apart() -> None:
     points = figures.quality_points("wiki-opt-34m")
     assert points["original"][0][1] == pytest.approx(24.108, abs=1e-3)

@@ -12,9 +12,10 @@ import torch
 from quantkit.data.windows import tokenize
 from quantkit.evaluation.divergence import score_logits
 from quantkit.models.families import block_linears, linear_weight
+from quantkit.models.hessians import block_hessians
 from quantkit.models.loading import load_model
 from quantkit.models.stream import in_memory_stream
-from quantkit.models.streaming import advance, block_hessians, capture_inputs
+from quantkit.models.streaming import advance, capture_inputs
 from quantkit.search.sensitivity import output_sensitivity, quadratic_error
 from tests.tiny import sample_text
 
@@ -42,7 +43,7 @@ def test_estimate_predicts_the_kl_of_a_disturbed_layer(
     model, _ = load_model(str(tiny_model(family)))
     linears = block_linears(model)
     names = [name for name in linears if name.endswith(("down_proj", "mlp.c_proj"))]
-    gains = output_sensitivity(model, {name: linears[name] for name in names}, windows)
+    gains = output_sensitivity(in_memory_stream(model), {name: linears[name] for name in names}, windows)
     for name in names:
         weight = linear_weight(linears[name]).data
         disturbance = DISTURBANCE * weight.std() * torch.randn_like(weight)
@@ -60,7 +61,7 @@ def test_sensitivity_is_repeatable_and_leaves_the_model_alone(
 ) -> None:
     model, _ = load_model(str(tiny_model("opt")))
     linears = block_linears(model)
-    first, second = (output_sensitivity(model, linears, windows) for _ in range(2))
+    first, second = (output_sensitivity(in_memory_stream(model), linears, windows) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in linears)
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())

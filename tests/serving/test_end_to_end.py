@@ -34,6 +34,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm has it
 
 PROMPTS = [[5, 40, 100, 7, 22], [60, 61, 62], [300, 10, 20, 30, 40, 50, 60]]
 START_SECONDS = 300
+CORES = os.cpu_count() or 1
 RANK = 8
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 # vLLM's attention on a CPU takes heads of 32; four of them, two of k and v
@@ -62,6 +63,7 @@ OPT = OPTConfig(
 )
 BCQ = {"schema": 1, "method": "bcq", "settings": {"weight_bits": 4, "group_size": 64}}
 RTN = {"schema": 1, "method": "rtn", "settings": {"weight_bits": 4, "group_size": 64}}
+HEAD = {**RTN, "keep": [], "head_bits": 6}
 FLATTEN = {"schema": 1, "method": "flatten", "settings": {"bits": 8}}
 MIXED = {
     **RTN,
@@ -78,6 +80,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # family, recipe, 
     "opt": ("opt", BCQ, False),
     "mixed": ("llama", MIXED, False),
     "flatten": ("llama", FLATTEN, True),
+    "head": ("llama", HEAD, False),
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -162,10 +165,13 @@ def test_a_compiled_model_gives_the_same_tokens(folders: dict[str, Path], tmp_pa
     assert served_tokens(folders["mixed"], tmp_path / "out.json", mode="compiled") == expected_tokens(folders["mixed"])
 
 
-@pytest.mark.parametrize("name", ["llama", "mixed", "flatten"])
-def test_two_ranks_give_the_same_tokens(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # vLLM wants a NUMA node for each rank otherwise
-    assert served_tokens(folders[name], tmp_path / "out.json", 2, **ranks) == expected_tokens(folders[name])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("llama", 2), ("mixed", 2), ("flatten", 2), ("head", 2), ("llama", 4), ("head", 4)]
+)
+def test_several_ranks_give_the_same_tokens(name: str, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
+    # vLLM wants a NUMA node for each rank otherwise
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % CORES) for rank in range(ranks))}
+    assert served_tokens(folders[name], tmp_path / "out.json", ranks, **cores) == expected_tokens(folders[name])
 
 
 def test_a_lora_adapter_adds_to_quantized_linears(folders: dict[str, Path], tmp_path: Path) -> None:

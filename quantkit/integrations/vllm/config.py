@@ -13,12 +13,13 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from quantkit.checkpoint.config import QUANT_METHOD, StoredLayer, config_from_json
 from quantkit.checkpoint.read import check_tensors, read_document, read_headers, start_verifying, weight_files
 from quantkit.cuda.architectures import ARCHITECTURES
 from quantkit.errors import CheckpointError
-from quantkit.integrations.vllm.linear import QuantkitLinearMethod
+from quantkit.integrations.vllm.linear import QuantkitHeadMethod, QuantkitLinearMethod
 from quantkit.storage.tensors import verifies
 
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
@@ -36,6 +37,11 @@ class QuantkitConfig(QuantizationConfig):
             raise CheckpointError(
                 "the checkpoint computes attention in INT8 (attention_bits: 8), which vLLM's attention does not; "
                 "quantize again without attention_bits"
+            )
+        if config.prefix is not None:
+            raise CheckpointError(
+                "the checkpoint has a key/value prefix (prefix: auto), which vLLM's cache does not take; "
+                "quantize again without a prefix"
             )
         self.layers: dict[str, StoredLayer] = dict(config.layers)
         self.placed: set[str] = set()
@@ -82,6 +88,9 @@ class QuantkitConfig(QuantizationConfig):
 
         Raises CheckpointError for a quantized layer of a kind that has no method here.
         """
+        if isinstance(layer, ParallelLMHead) and prefix in self.layers:
+            self.placed.add(prefix)
+            return QuantkitHeadMethod(self, [prefix], [self.layers[prefix]])
         if not isinstance(layer, LinearBase):
             if any(name == prefix or name.startswith(f"{prefix}.") for name in self.layers):
                 raise CheckpointError(

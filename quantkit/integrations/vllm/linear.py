@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearMethodBase
@@ -24,7 +24,7 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.shard import join
 from quantkit.formats.table import format_name
 from quantkit.integrations.vllm import DUMMY_WEIGHTS
-from quantkit.integrations.vllm.parts import Part, Partition, parts_of
+from quantkit.integrations.vllm.parts import Part, Partition, head_part, parts_of
 from quantkit.nn.table import LINEARS
 
 if TYPE_CHECKING:
@@ -78,9 +78,7 @@ class QuantkitLinearMethod(LinearMethodBase):
             ranks=layer.tp_size,
             replicas=getattr(layer, "num_kv_head_replicas", 1),
         )
-        self.dummy = get_current_vllm_config().load_config.load_format == DUMMY_WEIGHTS
-        device = torch.empty(0).device  # vLLM builds its models under their device
-        self.parts = parts_of(self.names, self.stored, cut, params_dtype, device)
+        self._take_parts(layer, parts_of(self.names, self.stored, cut, params_dtype, _device()))
         for part in self.parts:
             if part.finer_group is not None and part.finer_group < _FINEST_GROUP:
                 _LOGGER.warning_once(
@@ -89,6 +87,10 @@ class QuantkitLinearMethod(LinearMethodBase):
                     cut.ranks,
                     part.finer_group,
                 )
+
+    def _take_parts(self, layer: Any, parts: list[Part]) -> None:
+        self.parts = parts
+        self.dummy = get_current_vllm_config().load_config.load_format == DUMMY_WEIGHTS
         for name in self._stored_names():
             entrance = nn.Parameter(torch.empty(0), requires_grad=False)
             entrance.weight_loader = _loader(self, name)  # type: ignore[attr-defined]  # as vLLM's own Parameters have
@@ -146,6 +148,45 @@ class QuantkitLinearMethod(LinearMethodBase):
 
     def _stored_names(self) -> list[str]:
         return list(dict.fromkeys(name for part in self.parts for name in part.tensors))
+
+
+class QuantkitHeadMethod(QuantkitLinearMethod):
+    """The same for a language-model head, whose rows vLLM pads to equal numbers on all ranks."""
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **_: Any,
+    ) -> None:
+        """Keep the rank's tokens of the vocabulary; the rows behind them stand for none."""
+        (self.padded_features,) = output_partition_sizes
+        own = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+        built = layer.org_vocab_size, input_size
+        assert self.stored[0] is not None
+        self._take_parts(layer, [head_part(self.names[0], self.stored[0], built, own, params_dtype, _device())])
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Logits [..., rows of the rank] for x [..., K]; 0 for those that stand for no token."""
+        own = self.products[0].shape[0]
+        y = super().apply(layer, x, None if bias is None else bias[:own])
+        return y if own == self.padded_features else pad(y, (0, self.padded_features - own))
+
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        """Raise CheckpointError: a quantized head is a tensor of its own."""
+        raise CheckpointError(
+            f"{self.names[0]}: is quantized, and config.json says that it is the embedding (tie_word_embeddings); "
+            "copy the checkpoint again"
+        )
+
+
+def _device() -> torch.device:
+    """Under which vLLM builds its models."""
+    return torch.empty(0).device
 
 
 def _loader(method: QuantkitLinearMethod, name: str) -> Callable[..., None]:

@@ -189,6 +189,20 @@ def parts_of(
     return parts
 
 
+def head_part(
+    name: str, layer: StoredLayer, built: tuple[int, int], out_span: Span, dtype: torch.dtype, device: torch.device
+) -> Part:
+    """The part of a head. built: (N, K) without padding. out_span: this rank's of N.
+
+    Raises CheckpointError where the stored shape is not the one that the model's config builds, or the rank has none.
+    """
+    in_span = (0, built[1])
+    _check_layer(name, layer, built, in_span)
+    if out_span[0] >= out_span[1]:
+        raise CheckpointError(f"{name}: its {built[0]} rows do not reach all GPUs; serve it on fewer")
+    return Part(name, layer, built, (out_span,), in_span, dtype, device)
+
+
 def _check_layer(name: str, layer: StoredLayer, built: tuple[int, int], in_span: Span) -> None:
     """Before anything is read: whether it is the model's, and can be cut there."""
     if layer.shape != built:

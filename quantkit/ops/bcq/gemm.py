@@ -6,21 +6,25 @@ once, in its own bits, for every tile of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
 import torch
+from torch import Tensor
 
 from quantkit.cuda.architectures import WARP_THREADS, Architecture, Kernel
 from quantkit.cuda.compile import CompileUnit
 from quantkit.cuda.device import Gpu
-from quantkit.cuda.launch import DTYPE_CODES
+from quantkit.cuda.launch import DTYPE_CODES, Launch
+from quantkit.cuda.parameters import Argument
 from quantkit.errors import KernelError
 from quantkit.formats.planes import BITS_PER_BYTE, MAX_BITS
 from quantkit.ops.bcq.instances import (
     ARRANGE_SOURCE,
+    ARRANGE_THREADS,
+    ARRANGE_TOKENS,
     FLOAT_BYTES,
     GEMM_BARRIER_BYTES,
     GEMM_MOST_STAGES,
@@ -34,8 +38,8 @@ from quantkit.ops.bcq.instances import (
 FUSED = (Kernel.BCQ_GEMM_WGMMA, Kernel.BCQ_GEMM_MMA)
 """The fused products; a generation has one of them."""
 GEMM_TYPES = (torch.float16, torch.bfloat16)
-_GROUP_WARPS = 4
-_SHORT_BYTES = 2
+GROUP_WARPS = 4
+_SHORT_BYTES, _VECTOR_BYTES = 2, 16
 _PANEL_ROW_BYTES = PANEL_K * _SHORT_BYTES
 TOKEN_BAND = 4  # tiles of tokens that blocks work on at once, for x and the weights to stay in L2
 _SHARED_ITEMS = 2  # that a block has a share of, at most
@@ -47,7 +51,7 @@ _WARPGROUP_SHAPES = (
     *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2), (64, 1, 3, 3), (128, 3, 1, 3), (128, 2, 1, 4), (256, 2, 1, 3)),
 )
 _NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
-_WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
+WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
 # What the choice of a layout goes by, in clock cycles of an H200: fitted to 343 times of layouts in 43 problems, in
 # which the chosen layout took 1.5 % longer than the fastest on average and 10 % at most.
 _EXPAND_CYCLES, _PLANE_CYCLES = 391, 105  # of a k tile and 64 rows; of each of its planes
@@ -77,6 +81,11 @@ class GemmShape:
     def groups(self) -> int:
         """Of four consumer warps, in a block."""
         return self.row_groups * self.phases
+
+    @property
+    def threads(self) -> int:
+        """Of a block: the consumers, and a group that copies x."""
+        return (self.groups + 1) * GROUP_WARPS * WARP_THREADS
 
     @property
     def panels(self) -> int:
@@ -112,11 +121,6 @@ class GemmLayout:
     shared_mem: int
 
     @property
-    def threads(self) -> int:
-        """Of a block: the consumers, and a group that copies x."""
-        return (self.shape.groups + 1) * _GROUP_WARPS * WARP_THREADS
-
-    @property
     def shared_items(self) -> int:
         """Items whose k tiles are shared out."""
         return self.ranges * self.token_tiles - self.whole_items
@@ -124,7 +128,7 @@ class GemmLayout:
     @property
     def partial_floats(self) -> int:
         """Sums of shared items that blocks write to memory for each other."""
-        consumers = self.shape.groups * _GROUP_WARPS * WARP_THREADS
+        consumers = self.shape.groups * GROUP_WARPS * WARP_THREADS
         return self.blocks * _SHARED_ITEMS * self.shape.tokens // 2 * consumers if self.shared_items else 0
 
 
@@ -170,7 +174,7 @@ def gemm_kernel(row: Architecture) -> Kernel | None:
 
 
 def _shapes(weight_bits: int, row: Architecture) -> Iterator[GemmShape]:
-    known: tuple[tuple[int, int, int, int], ...] = _WARP_SHAPES
+    known: tuple[tuple[int, int, int, int], ...] = WARP_SHAPES
     warpgroups = Kernel.BCQ_GEMM_WGMMA in row.kernels
     if warpgroups:
         known = _WARPGROUP_SHAPES + (() if weight_bits <= _FEW_BITS else _NARROW_SHAPES)
@@ -179,10 +183,10 @@ def _shapes(weight_bits: int, row: Architecture) -> Iterator[GemmShape]:
 
 def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
     """Layouts with as many stages of x as there is room for: whole items alone, and those of the last round shared."""
-    ranges, token_tiles = ceil(it.n_tiles / (_GROUP_WARPS * shape.row_groups)), ceil(it.tokens / shape.tokens)
-    warps = shape.groups * _GROUP_WARPS
+    ranges, token_tiles = ceil(it.n_tiles / (GROUP_WARPS * shape.row_groups)), ceil(it.tokens / shape.tokens)
+    warps = shape.groups * GROUP_WARPS
     rings, tables = warps * shape.slots * it.slot_bytes, warps * 2 * it.table_bytes
-    sums = (shape.phases - 1) * shape.row_groups * _GROUP_WARPS * TILE_N * shape.tokens * FLOAT_BYTES
+    sums = (shape.phases - 1) * shape.row_groups * GROUP_WARPS * TILE_N * shape.tokens * FLOAT_BYTES
     own = rings + tables + sums
     room = it.gpu.architecture.shared_limit() - 2 * GEMM_BARRIER_BYTES  # where they begin is rounded up
     stages = min(GEMM_MOST_STAGES, (room - own) // shape.stage_bytes)
@@ -203,7 +207,7 @@ def _cycles(it: GemmProblem, layout: GemmLayout) -> float:
     shape, phases = layout.shape, layout.shape.phases
     rounds = ceil(layout.whole_items / layout.blocks)
     tiles = rounds * it.k_tiles + ceil(layout.shared_items * it.k_tiles / layout.blocks)
-    busy_groups = phases * ceil(it.n_tiles / (layout.ranges * _GROUP_WARPS))
+    busy_groups = phases * ceil(it.n_tiles / (layout.ranges * GROUP_WARPS))
     plane = _CODE_CYCLES if it.codes else _PLANE_CYCLES
     tile = _EXPAND_CYCLES + it.weight_bits * plane + _PRODUCT_CYCLES[shape.tokens]
     step = max(busy_groups * tile, _TILE_LATENCY + tile / 2, phases * shape.tokens * TILE_K * 2 / _X_BYTES_PER_CYCLE)
@@ -238,20 +242,24 @@ def plan_gemm(it: GemmProblem) -> GemmLayout:
 ARRANGE = CompileUnit(ARRANGE_SOURCE, "bcqArrange")
 
 
+def gemm_arguments(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> tuple[int, ...]:
+    """Template arguments that instances for one weight and for experts have in common, behind the number of planes."""
+    sizes = (shape.tokens, shape.row_groups, shape.phases, shape.slots)
+    return (it.offsets_apart, DTYPE_CODES[dtype], *sizes)
+
+
 @cache
 def gemm_unit(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> CompileUnit:
     """The instance for a problem, activations and a shape of gemm_layouts."""
-    numbers = (
-        it.weight_bits,
-        it.codes,
-        it.offsets_apart,
-        DTYPE_CODES[dtype],
-        shape.tokens,
-        shape.row_groups,
-        shape.phases,
-        shape.slots,
-    )
-    return CompileUnit(SOURCES[Kernel.BCQ_GEMM_MMA], "bcqGemm", (shape.warpgroups, *numbers))
+    arguments = (shape.warpgroups, it.weight_bits, it.codes, *gemm_arguments(it, dtype, shape))
+    return CompileUnit(SOURCES[Kernel.BCQ_GEMM_MMA], "bcqGemm", arguments)
+
+
+def least_problems(row: Architecture, *, codes: bool = False) -> Iterator[GemmProblem]:
+    """One problem for every number of planes and place of their offsets."""
+    for bits in range(1, MAX_BITS + 1):
+        for entries in (bits, bits + 1) if bits in _OFFSETS_APART else (bits,):
+            yield GemmProblem(bits, entries, 2 * BITS_PER_BYTE, 1, 1, 1, 1, Gpu(row, 1), codes)
 
 
 def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
@@ -259,9 +267,42 @@ def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
     if gemm_kernel(row) is None:
         return
     yield ARRANGE
-    for bits in range(1, MAX_BITS + 1):
-        for entries in (bits, bits + 1) if bits in _OFFSETS_APART else (bits,):
-            for codes in (False, True):
-                it = GemmProblem(bits, entries, 2 * BITS_PER_BYTE, 1, 1, 1, 1, Gpu(row, 1), codes)
-                for dtype in GEMM_TYPES:
-                    yield from (gemm_unit(it, dtype, shape) for shape in _shapes(bits, row))
+    for codes in (False, True):
+        for it in least_problems(row, codes=codes):
+            for dtype in GEMM_TYPES:
+                yield from (gemm_unit(it, dtype, shape) for shape in _shapes(it.weight_bits, row))
+
+
+def is_vectors(x: Tensor) -> bool:
+    """Whether rows of x [M, K] are made of aligned 16-byte vectors."""
+    return x.shape[1] % (_VECTOR_BYTES // 2) == 0 and x.data_ptr() % _VECTOR_BYTES == 0
+
+
+def arrange_launch(
+    unit: CompileUnit,
+    x: Tensor,
+    *,
+    arranged: Tensor,
+    tokens: int,
+    tile_tokens: int,
+    bits: int,
+    own: Mapping[str, Argument],
+) -> Launch:
+    """x [.., K] in the order of the fused product, so many tokens in tiles; own: arguments that only the unit has."""
+    return Launch(
+        unit,
+        x.device,
+        grid=(arranged.shape[1] // (2 * PANEL_K), -(-tokens // ARRANGE_TOKENS)),
+        block=ARRANGE_THREADS,
+        args={
+            "x": x,
+            "arranged": arranged,
+            **own,
+            "M": tokens,
+            "K": x.shape[1],
+            "tileTokens": tile_tokens,
+            "bits": bits,
+            "vectors": is_vectors(x),
+        },
+        overlap=True,
+    )

@@ -33,6 +33,9 @@ _LUT_ROOMY_BITS = 3  # planes up to which the registers carry three blocks
 # at most, and what their barriers take.
 PANEL_K, ARRANGE_TOKENS, ARRANGE_THREADS = 64, 16, 256
 GEMM_MOST_STAGES, GEMM_BARRIER_BYTES = 16, 1 << 10
+# bcq_experts_gemm: tokens whose sums leave a block at once, floats between theirs; threads of the block that sorts
+# tokens.
+EXPERTS_CHUNK_TOKENS, EXPERTS_SUM_PADDING, ROUTE_THREADS = 32, 4, 512
 PROCESSOR_REGISTERS = 1 << 16
 MAILBOX_BYTES = 128  # of every block where there are clusters
 _RING_SHARE, _RING_SHARE_TOKENS = 0.69, 0.38  # of a block's shared memory; the rest is for the planes of x
@@ -79,7 +82,7 @@ class Products:
     warps: Mapping[int, tuple[tuple[int, int], ...]]
 
 
-_CONSTANTS = {
+CONSTANTS = {
     **SHARED_CONSTANTS,
     "TILE_N": TILE_N,
     "TILE_K": TILE_K,
@@ -93,18 +96,21 @@ _CONSTANTS = {
     "ARRANGE_THREADS": ARRANGE_THREADS,
     "GEMM_MOST_STAGES": GEMM_MOST_STAGES,
     "GEMM_BARRIER_BYTES": GEMM_BARRIER_BYTES,
+    "EXPERTS_CHUNK_TOKENS": EXPERTS_CHUNK_TOKENS,
+    "EXPERTS_SUM_PADDING": EXPERTS_SUM_PADDING,
+    "ROUTE_THREADS": ROUTE_THREADS,
     "PROCESSOR_REGISTERS": PROCESSOR_REGISTERS,
 }
-_GEMM = KernelSource("bcq/gemm.cu", _CONSTANTS)
-ARRANGE_SOURCE = KernelSource("bcq/arrange.cu", _CONSTANTS)
+_GEMM = KernelSource("bcq/gemm.cu", CONSTANTS)
+ARRANGE_SOURCE = KernelSource("bcq/arrange.cu", CONSTANTS)
 """Puts x in the order of _GEMM's products."""
 SOURCES = {
-    Kernel.BCQ_BINARY_GEMV: KernelSource("bcq/binary_gemv.cu", _CONSTANTS),
-    Kernel.BCQ_INT8_GEMV: KernelSource("bcq/int8_gemv.cu", _CONSTANTS),
-    Kernel.BCQ_LUT_GEMV: KernelSource("bcq/lut_gemv.cu", _CONSTANTS),
+    Kernel.BCQ_BINARY_GEMV: KernelSource("bcq/binary_gemv.cu", CONSTANTS),
+    Kernel.BCQ_INT8_GEMV: KernelSource("bcq/int8_gemv.cu", CONSTANTS),
+    Kernel.BCQ_LUT_GEMV: KernelSource("bcq/lut_gemv.cu", CONSTANTS),
     Kernel.BCQ_GEMM_MMA: _GEMM,
     Kernel.BCQ_GEMM_WGMMA: _GEMM,
-    Kernel.BCQ_DEQUANTIZE: KernelSource("bcq/dequantize.cu", _CONSTANTS),
+    Kernel.BCQ_DEQUANTIZE: KernelSource("bcq/dequantize.cu", CONSTANTS),
 }
 """The bcq kernels by id."""
 

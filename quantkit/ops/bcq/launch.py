@@ -17,16 +17,22 @@ from quantkit.cuda.parameters import Argument
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import group_width
 from quantkit.ops.bcq.candidates import binary_segment, candidates
-from quantkit.ops.bcq.gemm import ARRANGE, TOKEN_BAND, GemmLayout, GemmProblem, gemm_unit, plan_gemm
+from quantkit.ops.bcq.gemm import (
+    ARRANGE,
+    TOKEN_BAND,
+    GemmLayout,
+    GemmProblem,
+    arrange_launch,
+    gemm_unit,
+    is_vectors,
+    plan_gemm,
+)
 from quantkit.ops.bcq.instances import (
-    ARRANGE_THREADS,
-    ARRANGE_TOKENS,
     DEQUANTIZE_THREADS,
     LUT_BLOCK_TILES,
     LUT_SHARED,
     LUT_THREADS,
     LUT_WARPS,
-    PANEL_K,
     SUM_PARTIALS,
     TILE_K,
     GemvTile,
@@ -39,7 +45,7 @@ from quantkit.ops.bcq.layout import BcqTiles, tile_counts
 from quantkit.ops.bcq.plan import plan_gemv
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
 
-_WORD, _VECTOR_BYTES = 32, 16
+_WORD = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,15 +76,10 @@ class Product:
         y = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
         return cls(x, weight, bias, y, epilogue, weights_ready)
 
-    @property
-    def vectors(self) -> int:
-        """Whether rows of x are made of aligned 16-byte vectors."""
-        return int(self.x.shape[1] % (_VECTOR_BYTES // 2) == 0 and self.x.data_ptr() % _VECTOR_BYTES == 0)
-
     def args(self) -> dict[str, Argument]:
         """What the kernels that read x and the weight take."""
         dtype = DTYPE_CODES[self.x.dtype]
-        return {**_weight_args(self.weight), "x": self.x, "dtype": dtype, "vectors": self.vectors}
+        return {**weight_args(self.weight), "x": self.x, "dtype": dtype, "vectors": is_vectors(self.x)}
 
     def epilogue_args(self) -> dict[str, Argument]:
         """What the kernels that write y take."""
@@ -91,7 +92,8 @@ class Product:
         }
 
 
-def _weight_args(weight: BcqTiles) -> dict[str, Argument]:
+def weight_args(weight: BcqTiles) -> dict[str, Argument]:
+    """What kernels take of a weight."""
     return {
         "tiles": weight.tiles,
         "scales": weight.scale_tiles,
@@ -108,14 +110,15 @@ def _magic(divisor: int) -> int:
     return 0 if divisor == 1 else -(-(1 << 32) // divisor)
 
 
-def _activation_segment(weight: BcqTiles, names: str) -> int:
+def activation_segment(weight: BcqTiles, names: str) -> int:
+    """Elements of x per activation scale. Raises KernelError, which begins with ``names``, where there is none."""
     segment = binary_segment(weight.group_size, weight.in_features)
     if segment is None:
         raise KernelError(f"{names} a group size that is a multiple of 32, not {weight.group_size}")
     return segment
 
 
-def _group_magic(weight: BcqTiles, segment: int) -> int:
+def group_magic(weight: BcqTiles, segment: int) -> int:
     """What the number of a segment is multiplied by for that of its group."""
     return _magic(max(1, -(-group_width(weight.group_size, weight.in_features) // segment)))
 
@@ -127,7 +130,7 @@ def tensor_core_launch(product: Product, gpu: Gpu, *, int8: bool, tile: GemvTile
     Raises KernelError where the group size is no multiple of 32.
     """
     (tokens, in_features), weight = product.x.shape, product.weight
-    segment = _activation_segment(weight, f"{Kernel.BCQ_BINARY_GEMV} and {Kernel.BCQ_INT8_GEMV} need")
+    segment = activation_segment(weight, f"{Kernel.BCQ_BINARY_GEMV} and {Kernel.BCQ_INT8_GEMV} need")
     case = gemv_case(weight.weight_bits, segment, weight.scale_bits, tokens, int8=int8)
     counts = tile_counts(weight.out_features, in_features)
     plan = plan_gemv(case, entries=weight.entries, tile_counts=counts, gpu=gpu, tile=tile)
@@ -140,7 +143,7 @@ def tensor_core_launch(product: Product, gpu: Gpu, *, int8: bool, tile: GemvTile
         args={
             **product.args(),
             **product.epilogue_args(),
-            "groupMagic": _group_magic(weight, case.segment),
+            "groupMagic": group_magic(weight, case.segment),
             "passTiles": plan.pass_tiles,
             "rangeTiles": range_tiles,
             "longRanges": long_ranges,
@@ -153,7 +156,7 @@ def tensor_core_launch(product: Product, gpu: Gpu, *, int8: bool, tile: GemvTile
 
 def gemm_problem(weight: BcqTiles, tokens: int, gpu: Gpu) -> GemmProblem:
     """What the fused product's layout depends on. Raises KernelError where the group size is no multiple of 32."""
-    segments = TILE_K // _activation_segment(weight, "bcq_gemm needs")
+    segments = TILE_K // activation_segment(weight, "bcq_gemm needs")
     counts = tile_counts(weight.out_features, weight.in_features)
     sizes = weight.weight_bits, weight.entries, weight.scale_bits, segments, *counts, tokens
     return GemmProblem(*sizes, gpu, weight.codes)
@@ -171,35 +174,23 @@ def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) 
     arranged = torch.empty(layout.token_tiles * tile_tokens, it.k_tiles * TILE_K, dtype=x.dtype, device=x.device)
     partials = torch.empty(layout.partial_floats, dtype=torch.float32, device=x.device)
     ready = torch.empty(layout.shared_items, dtype=torch.int32, device=x.device)
-    sizes = {"M": tokens, "K": weight.in_features, "tileTokens": tile_tokens, "bits": it.weight_bits}
-    arrange = Launch(
-        ARRANGE,
-        x.device,
-        grid=(arranged.shape[1] // (2 * PANEL_K), -(-tokens // ARRANGE_TOKENS)),
-        block=ARRANGE_THREADS,
-        args={
-            "x": x,
-            "arranged": arranged,
-            "ready": ready,
-            "readyCount": layout.shared_items,
-            **sizes,
-            "vectors": product.vectors,
-        },
-        overlap=True,
+    own: dict[str, Argument] = {"ready": ready, "readyCount": layout.shared_items}
+    arrange = arrange_launch(
+        ARRANGE, x, arranged=arranged, tokens=tokens, tile_tokens=tile_tokens, bits=it.weight_bits, own=own
     )
     range_tiles, long_ranges = divmod(it.n_tiles, layout.ranges)
     multiply = Launch(
         gemm_unit(it, x.dtype, layout.shape),
         x.device,
         grid=(layout.blocks,),
-        block=layout.threads,
+        block=layout.shape.threads,
         args={
-            **_weight_args(weight),
+            **weight_args(weight),
             **product.epilogue_args(),
             "x": arranged,
             "partials": partials,
             "ready": ready,
-            "groupMagic": _group_magic(weight, TILE_K // it.segments),
+            "groupMagic": group_magic(weight, TILE_K // it.segments),
             "scaleBits": it.scale_bits,
             "segments": it.segments,
             "stages": layout.stages,
@@ -258,7 +249,7 @@ def dequantize_launch(weight: BcqTiles, dequantized: Tensor) -> Launch:
         grid=(-(-n_tiles * k_tiles * WARP_THREADS // DEQUANTIZE_THREADS),),
         block=DEQUANTIZE_THREADS,
         args={
-            **_weight_args(weight),
+            **weight_args(weight),
             "weight": dequantized,
             "groupSize": width,
             "dtype": DTYPE_CODES[dequantized.dtype],

@@ -13,7 +13,9 @@ gets floats with half the instructions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -141,3 +143,27 @@ def untile(weight: BcqTiles) -> BcqTensors:
         return BcqTensors(signs, scales, offset)
     factors = weight.factor_tiles.transpose(1, 2).reshape(-1, 1)[: weight.out_features].contiguous()
     return BcqTensors(signs, scales, None if offset is None else offset.view(torch.int8), factors)
+
+
+def join_experts(weights: Sequence[BcqTiles]) -> BcqTiles:
+    """Prepared weights of one shape in one, one after the other; its out_features stay those of one."""
+    first = weights[0]
+    return replace(
+        first,
+        tiles=torch.cat([weight.tiles for weight in weights]),
+        scale_tiles=torch.cat([weight.scale_tiles for weight in weights]),
+        factor_tiles=None
+        if first.factor_tiles is None
+        else torch.cat([weight.factor_tiles for weight in weights if weight.factor_tiles is not None]),
+    )
+
+
+def split_experts(weights: BcqTiles) -> list[BcqTiles]:
+    """Views of the single weights of what join_experts gives."""
+    n_tiles, _ = tile_counts(weights.out_features, 1)
+    parts = weights.tiles.split(n_tiles), weights.scale_tiles.split(n_tiles)
+    factors = itertools.repeat(None) if weights.factor_tiles is None else weights.factor_tiles.split(n_tiles)
+    return [
+        replace(weights, tiles=tiles, scale_tiles=scales, factor_tiles=own)
+        for tiles, scales, own in zip(*parts, factors, strict=False)  # as many factors as are asked for
+    ]

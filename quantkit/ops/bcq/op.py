@@ -1,7 +1,8 @@
 """The ops ``quantkit::bcq_linear`` (canonical tensors) and ``quantkit::bcq_linear_prepared`` (tile order).
 
 On the CPU both run the reference twin. On a GPU both run the kernels; the canonical op then builds the tile order on
-every call, which is right but slow: modules prepare once at load. ``bcq_dequantize`` gives the weight itself.
+every call, which is right but slow: modules prepare once at load. ``bcq_dequantize`` gives the weight itself;
+``bcq_experts`` multiplies each token by the experts that it chose.
 fp16 and bf16 activations use the GEMV kernels; fp32 ones an fp32 weight and cuBLAS, so nothing is rounded.
 Factors come with 8-bit scales and are None with fp16 ones.
 """
@@ -16,12 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from quantkit.cuda.device import gpu_of
 from quantkit.formats.bcq import ROW_WISE, BcqTensors, dequantize_stored, group_count
 from quantkit.formats.planes import pack_bits
 from quantkit.ops.bcq.autotune import choose
+from quantkit.ops.bcq.experts import ExpertsKernel, ExpertsProduct, choose_experts_kernel, experts_product
 from quantkit.ops.bcq.instances import SOURCES
 from quantkit.ops.bcq.launch import dequantize_tiles, product
-from quantkit.ops.bcq.layout import BcqTiles, tile, untile
+from quantkit.ops.bcq.layout import BcqTiles, join_experts, split_experts, tile, untile
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
 from quantkit.ops.registry import define_op
 
@@ -89,6 +92,38 @@ class BcqDequantize(NamedTuple):
         return BcqTiles(self.tiles, self.scale_tiles, self.factor_tiles, *shape, self.group_size, self.codes)
 
 
+class BcqExperts(NamedTuple):
+    """y [pairs, N] = x[p // choices] W_e^T + bias[e] for every pair p of a token and an expert e = chosen[p].
+
+    x: [tokens, K], choices = pairs / tokens. chosen: [pairs] integers; one that is no expert gives zeros. tiles,
+    scale_tiles, factor_tiles: of the prepared weights of all experts, one after the other. bias: [experts, N].
+    implementation: see choose_experts_kernel for what AUTO takes.
+    """
+
+    x: Tensor
+    chosen: Tensor
+    tiles: Tensor
+    scale_tiles: Tensor
+    bias: Tensor | None
+    out_features: int
+    group_size: int
+    implementation: str = AUTO
+    factor_tiles: Tensor | None = None
+
+    @property
+    def weight(self) -> BcqTiles:
+        """The weights."""
+        shape = self.out_features, self.x.shape[-1]
+        return BcqTiles(self.tiles, self.scale_tiles, self.factor_tiles, *shape, self.group_size)
+
+    @property
+    def product(self) -> ExpertsProduct:
+        """What the kernels take, with room for y."""
+        x, bias = self.x.contiguous(), None if self.bias is None else self.bias.to(self.x.dtype).contiguous()
+        y = x.new_empty(self.chosen.numel(), self.out_features)
+        return ExpertsProduct(x, self.weight, bias, self.chosen.long().contiguous(), y)
+
+
 def bcq_linear_reference(x: Tensor, stored: BcqTensors, bias: Tensor | None, group_size: int) -> Tensor:
     """y = x W^T + bias, W rebuilt from its planes in fp32 and rounded to x's dtype (nuQmm section 5.1)."""
     weight = dequantize_stored(stored, x.shape[-1], group_size)
@@ -136,6 +171,26 @@ def _dequantize_reference(op: BcqDequantize) -> Tensor:
     return dequantize_stored(untile(op.weight), op.in_features, op.group_size).to(op.dtype)
 
 
+def _experts_cuda(op: BcqExperts) -> Tensor:
+    product = op.product
+    if op.implementation == AUTO:
+        row = gpu_of(op.x.device).architecture
+        return experts_product(choose_experts_kernel(product.pairs, product.experts, row), product)
+    return experts_product(ExpertsKernel(op.implementation), product)
+
+
+def _experts_reference(op: BcqExperts) -> Tensor:
+    product = op.product
+    product.y.zero_()
+    if product.pairs:
+        rows = op.x.repeat_interleave(product.choices, dim=0)
+        for expert, weight in enumerate(split_experts(op.weight)):
+            own = (op.chosen == expert).nonzero()[:, 0]
+            bias = None if op.bias is None else op.bias[expert]
+            product.y[own] = bcq_linear_reference(rows[own], untile(weight), bias, op.group_size)
+    return product.y
+
+
 # N, K, group size; the last is split among the blocks of a cluster where there are clusters
 _SAMPLE_SHAPES = ((40, 328, 64), (257, 1000, 128), (50, 520, 40), (20, 100, ROW_WISE), (50, 24700, 128))
 
@@ -162,6 +217,24 @@ def _prepared_samples() -> Iterator[BcqLinearPrepared]:
         if whole_words:
             codes = tile(op.stored, op.x.shape[-1], op.group_size, codes=True)
             yield BcqLinearPrepared(op.x, codes.tiles, *stored[1:], AUTO, False, weight.factor_tiles, True)
+
+
+def _experts_samples() -> Iterator[BcqExperts]:
+    """Experts of one token, of all and of none; a choice of no expert; products of one input and of one each."""
+    for number, op in enumerate(_linear_samples()):
+        whole_words = op.group_size == ROW_WISE or op.group_size % 32 == 0
+        if op.x.dtype == torch.float32 or not whole_words:
+            continue
+        one = tile(op.stored, op.x.shape[-1], op.group_size)
+        weight = join_experts([one, tile(op.stored, op.x.shape[-1], op.group_size), one])
+        choices = number % 2 + 1
+        chosen = (
+            (torch.arange(len(op.x) * choices) + 1).remainder(5) - 1 if number % 3 else torch.ones(len(op.x) * choices)
+        )
+        bias = None if op.bias is None else torch.stack([op.bias, op.bias * 2, -op.bias])
+        stored = weight.tiles, weight.scale_tiles, bias, weight.out_features, op.group_size
+        kernel = (*ExpertsKernel, AUTO)[number % 3]
+        yield BcqExperts(op.x, chosen.long(), *stored, str(kernel), weight.factor_tiles)
 
 
 def _dequantize_samples() -> Iterator[BcqDequantize]:
@@ -196,4 +269,12 @@ bcq_dequantize = define_op(
     cuda=lambda op: dequantize_tiles(op.weight, op.dtype),
     fake=lambda op: op.tiles.new_empty(op.out_features, op.in_features, dtype=op.dtype),
     samples=_dequantize_samples,
+)
+bcq_experts = define_op(
+    "bcq_experts",
+    BcqExperts,
+    reference=_experts_reference,
+    cuda=_experts_cuda,
+    fake=lambda op: op.x.new_empty(op.chosen.shape[0], op.out_features),
+    samples=_experts_samples,
 )

@@ -11,6 +11,9 @@ from quantkit.ops.constants import SHARED_CONSTANTS
 from quantkit.ops.decode.layout import DTYPE_CODES_TAKEN, HEAD_DIMS, VECTOR_VALUES
 
 NORM_THREADS, ATTENTION_THREADS, GATED_THREADS = 512, 512, 128
+ATTENTION_BLOCKS = (ATTENTION_THREADS, 128)
+"""Threads of a block of attention: for few heads of all sequences together, and for many."""
+
 _NORM_VECTORS = (1, 2, 4)  # 16-byte vectors of a token per thread
 _PASS_VALUES = NORM_THREADS * VECTOR_VALUES
 SPLIT_STEP = 64
@@ -39,9 +42,9 @@ def gated_unit(dtype: int) -> CompileUnit:
     return CompileUnit(_NORM, "decodeGated", (dtype,))
 
 
-def attention_unit(head_dim: int, dtype: int) -> CompileUnit:
-    """decodeAttention for one of HEAD_DIMS and one of DTYPE_CODES_TAKEN."""
-    return CompileUnit(_ATTENTION, "decodeAttention", (head_dim, dtype))
+def attention_unit(head_dim: int, dtype: int, threads: int) -> CompileUnit:
+    """decodeAttention for one of HEAD_DIMS, of DTYPE_CODES_TAKEN and of ATTENTION_BLOCKS."""
+    return CompileUnit(_ATTENTION, "decodeAttention", (head_dim, dtype, threads))
 
 
 def combine_unit(head_dim: int, dtype: int) -> CompileUnit:
@@ -56,4 +59,5 @@ def decode_units(_row: Architecture) -> Iterator[CompileUnit]:
             yield from (norm_unit(centered, dtype, vectors * _PASS_VALUES) for centered in (True, False))
         yield gated_unit(dtype)
         for head_dim in HEAD_DIMS:
-            yield from (attention_unit(head_dim, dtype), combine_unit(head_dim, dtype))
+            yield from (attention_unit(head_dim, dtype, threads) for threads in ATTENTION_BLOCKS)
+            yield combine_unit(head_dim, dtype)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quantkit.cuda.device import gpu_of
 from quantkit.cuda.launch import DTYPE_CODES, Launch
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.decode.instances import (
-    ATTENTION_THREADS,
     GATED_THREADS,
     NORM_THREADS,
     attention_unit,
@@ -17,15 +17,16 @@ from quantkit.ops.decode.instances import (
     gated_unit,
     norm_unit,
 )
-from quantkit.ops.decode.layout import VECTOR_VALUES
-from quantkit.ops.decode.plan import split_length
+from quantkit.ops.decode.layout import VECTOR_VALUES, row_stride
+from quantkit.ops.decode.plan import attention_threads, split_length
 
-_FLOAT_BYTES = 4
+_FLOAT_BYTES, _VECTOR_BYTES = 4, 16
 
 
 @dataclass(frozen=True, eq=False)
 class Token:
-    """What one token brings to attention: key and value [1, Hkv, 1, D], and position [1] int64, their place.
+    """What one token of B sequences brings to attention: key and value [B, Hkv, 1, D], and position [1] int64, their
+    place.
 
     rotary: cosine and sine, D values each of the key's type, of the rotary embedding that q and key lack, or None.
     Values i and i + D / 2 become x_i cos_i - x_(i + D/2) sin_i and x_(i + D/2) cos_(i + D/2) + x_i sin_(i + D/2), every
@@ -42,7 +43,8 @@ class Token:
 class Splits:
     """What the splits of the cache leave for decodeCombine; None and None where there is a single one.
 
-    sums: [H * count * D] fp32, weighted values. weights: [H * count * 2] fp32, largest score and sum of the weights.
+    sums: [B * H * count * D] fp32, weighted values. weights: [B * H * count * 2] fp32, largest score and sum of the
+    weights.
     """
 
     count: int
@@ -83,13 +85,24 @@ def norm_launch(
 
 def gated_launch(gate: Tensor, up: Tensor, y: Tensor, activation: str) -> Launch:
     """y = activation(gate) * up; activation: of ACTIVATIONS."""
-    count = gate.numel()
+    count, strides = gate.numel(), (row_stride(gate), row_stride(up))
+    assert strides[0] is not None
+    assert strides[1] is not None
     return Launch(
         gated_unit(DTYPE_CODES[gate.dtype]),
         gate.device,
         grid=(-(-count // (VECTOR_VALUES * GATED_THREADS)),),
         block=GATED_THREADS,
-        args={"gate": gate, "up": up, "y": y, "count": count, "activation": ACTIVATIONS[activation].number},
+        args={
+            "gate": gate,
+            "up": up,
+            "y": y,
+            "count": count,
+            "width": gate.shape[-1],
+            "gateStride": strides[0],
+            "upStride": strides[1],
+            "activation": ACTIVATIONS[activation].number,
+        },
         overlap=True,
     )
 
@@ -104,19 +117,24 @@ def attention_launch(
     y: Tensor,
     splits: Splits,
 ) -> Launch:
-    """Attention of one token, into y or, of several splits, into theirs; scales: of the scores and of the query."""
-    _, heads, _, head_dim = q.shape
+    """Attention of one token of B sequences, into y or, of several splits, into theirs.
+
+    scales: of the scores and of the query.
+    """
+    sequences, heads, _, head_dim = q.shape
+    threads = attention_threads(sequences * heads, gpu_of(q.device).processors)
+    q, key, value = map(_even_heads, (q, token.key, token.value))
     (keys, values), (cosine, sine), (scale, query_scale) = cache, token.rotary or (None, None), scales
     capacity = keys.shape[2]
     return Launch(
-        attention_unit(head_dim, DTYPE_CODES[q.dtype]),
+        attention_unit(head_dim, DTYPE_CODES[q.dtype], threads),
         q.device,
-        grid=(heads, splits.count),
-        block=ATTENTION_THREADS,
+        grid=(heads, splits.count, sequences),
+        block=threads,
         args={
-            "q": q.contiguous(),
-            "key": token.key.contiguous(),
-            "value": token.value.contiguous(),
+            "q": q,
+            "key": key,
+            "value": value,
             "keys": keys,
             "values": values,
             "mask": mask,
@@ -128,6 +146,10 @@ def attention_launch(
             "weights": splits.weights,
             "headsPerKv": heads // keys.shape[1],
             "capacity": capacity,
+            "queryStride": q.stride(0),
+            "keyStride": key.stride(0),
+            "valueStride": value.stride(0),
+            "maskStride": capacity if mask.shape[0] > 1 else 0,
             "queryScale": query_scale,
             "scale": scale,
         },
@@ -136,13 +158,21 @@ def attention_launch(
     )
 
 
+def _even_heads(x: Tensor) -> Tensor:
+    """x [B, H, 1, D] with the heads of a sequence one behind the other in whole vectors; copied where they are not."""
+    _, heads, _, head_dim = x.shape
+    together = x.stride(3) == 1 and (heads == 1 or x.stride(1) == head_dim)
+    aligned = x.data_ptr() % _VECTOR_BYTES == 0 and (x.shape[0] == 1 or x.stride(0) % VECTOR_VALUES == 0)
+    return x if together and aligned else x.contiguous()
+
+
 def combine_launch(splits: Splits, y: Tensor) -> Launch:
-    """y [1, 1, H, D] from what several splits left."""
-    _, _, heads, head_dim = y.shape
+    """y [B, 1, H, D] from what several splits left."""
+    sequences, _, heads, head_dim = y.shape
     return Launch(
         combine_unit(head_dim, DTYPE_CODES[y.dtype]),
         y.device,
-        grid=(heads,),
+        grid=(sequences * heads,),
         block=head_dim,
         args={"sums": splits.sums, "weights": splits.weights, "y": y, "splits": splits.count},
         overlap=True,

@@ -13,6 +13,9 @@ HEAD_DIMS = (64, 128, 256)
 VECTOR_VALUES = 8
 """16-bit elements of a 16-byte vector."""
 
+MOST_SEQUENCES = 65535
+"""Blocks along z of a grid."""
+
 MOST_NORM_VALUES = 16384
 """K of the longest norm."""
 
@@ -27,8 +30,8 @@ def can_norm(x: Tensor) -> bool:
 
 
 def can_attend(q: Tensor, keys: Tensor) -> bool:
-    """Whether attention takes q [B, H, M, D] on caches [B, Hkv, capacity, D]: a single token."""
-    single = q.shape[0] == 1 and q.shape[2] == 1
+    """Whether attention takes q [B, H, M, D] on caches [B, Hkv, capacity, D]: a single token of each sequence."""
+    single = q.shape[2] == 1 and q.shape[0] <= MOST_SEQUENCES
     known = q.dtype == keys.dtype and q.dtype in DTYPES and q.shape[3] in HEAD_DIMS
     return q.is_cuda and single and known and keys.is_contiguous()
 
@@ -38,8 +41,21 @@ def can_rotate(q: Tensor, rotary: tuple[Tensor, Tensor]) -> bool:
     return all(part.dtype == q.dtype and part.numel() == q.shape[-1] and part.is_contiguous() for part in rotary)
 
 
+def row_stride(x: Tensor) -> int | None:
+    """Elements from one row [K] of x [..., K] to the next, rows being contiguous; None where they are not even."""
+    width = x.shape[-1]
+    if x.numel() == width:
+        return width if x.stride(-1) == 1 or width == 1 else None
+    sizes = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size != 1]
+    even = all(sizes[i][1] == sizes[i + 1][0] * sizes[i + 1][1] for i in range(len(sizes) - 1))
+    return sizes[-1][1] if even and x.stride(-1) == 1 else None
+
+
 def can_gate(gate: Tensor, up: Tensor) -> bool:
-    """Whether the gated activation takes these: of one shape and type, contiguous, made of whole vectors."""
-    whole = gate.numel() % VECTOR_VALUES == 0 and all(t.data_ptr() % _VECTOR_BYTES == 0 for t in (gate, up))
-    same = gate.shape == up.shape and gate.dtype == up.dtype and gate.is_contiguous() and up.is_contiguous()
-    return gate.is_cuda and gate.dtype in DTYPES and same and whole
+    """Whether the gated activation takes these: of one shape and type, in even rows made of whole vectors."""
+    same = gate.shape == up.shape and gate.dtype == up.dtype
+    if not (gate.is_cuda and gate.dtype in DTYPES and same):
+        return False
+    strides = [row_stride(part) for part in (gate, up)]
+    whole = all(t.data_ptr() % _VECTOR_BYTES == 0 for t in (gate, up)) and gate.shape[-1] % VECTOR_VALUES == 0
+    return whole and all(stride is not None and stride % VECTOR_VALUES == 0 for stride in strides)

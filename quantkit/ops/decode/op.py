@@ -38,22 +38,23 @@ def _norm(
 def attention(
     q: Tensor, token: Token, cache: tuple[Tensor, Tensor], mask: Tensor, scale: float, query_scale: float = 1.0
 ) -> Tensor:
-    """softmax(scale (query_scale q) keys^T) values of one token, where mask [1, 1, 1, capacity] is true.
+    """softmax(scale (query_scale q) keys^T) values of one token of B sequences, where the mask is true.
 
-    q: [1, H, 1, D]; its product with query_scale is rounded, then the token's rotary embedding is applied. cache: keys
-    and values [1, Hkv, capacity, D], where the token's are written; what lies behind it there does not count. Hkv a
-    divisor of H.
+    mask: [B or 1, 1, 1, capacity]. q: [B, H, 1, D]; its product with query_scale is rounded, then the token's rotary
+    embedding is applied. cache: keys and values [B, Hkv, capacity, D], where the token's are written; what lies behind
+    it there does not count. Hkv a divisor of H.
     Only q and the token's key and value may come from the kernel queued last with overlap: the rest is read before that
     one ends.
-    Returns [1, 1, H, D].
+    Returns [B, 1, H, D].
     """
-    _, heads, _, head_dim = q.shape
-    count = split_count(cache[0].shape[2], heads, gpu_of(q.device).processors)
-    y = torch.empty(1, 1, heads, head_dim, dtype=q.dtype, device=q.device)
+    sequences, heads, _, head_dim = q.shape
+    total = sequences * heads
+    count = split_count(cache[0].shape[2], total, gpu_of(q.device).processors)
+    y = torch.empty(sequences, 1, heads, head_dim, dtype=q.dtype, device=q.device)
     splits = Splits(count)
     if count > 1:
-        made = torch.empty(heads * count * (head_dim + 2), dtype=torch.float32, device=q.device)
-        splits = Splits(count, *made.split((heads * count * head_dim, heads * count * 2)))
+        made = torch.empty(total * count * (head_dim + 2), dtype=torch.float32, device=q.device)
+        splits = Splits(count, *made.split((total * count * head_dim, total * count * 2)))
     scales = scale, query_scale
     attention_launch(q, token, cache=cache, mask=mask, scales=scales, y=y, splits=splits).run()
     if count > 1:
@@ -62,7 +63,7 @@ def attention(
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate), rounded, times up; both contiguous and of one shape. activation: of ACTIVATIONS."""
-    y = torch.empty_like(gate)
+    """activation(gate), rounded, times up; both of one shape, as can_gate takes them. activation: of ACTIVATIONS."""
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gated_launch(gate, up, y, activation).run()
     return y

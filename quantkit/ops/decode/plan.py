@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from quantkit.ops.decode.instances import SPLIT_STEP
+from quantkit.ops.decode.instances import ATTENTION_BLOCKS, SPLIT_STEP
 
 SPLIT_ENTRIES = 4096
 """Entries of the cache whose scores a block keeps in shared memory."""
@@ -24,6 +24,12 @@ def split_count(capacity: int, heads: int, processors: int) -> int:
 
     least = -(-capacity // SPLIT_ENTRIES)
     return min(range(least, max(least, _MOST_SPLITS) + 1), key=cost)
+
+
+def attention_threads(heads: int, processors: int) -> int:
+    """Threads of a block of attention for so many heads of all sequences: small blocks where they fill a GPU."""
+    large, small = ATTENTION_BLOCKS
+    return small if heads * small >= processors * large else large
 
 
 def split_length(capacity: int, splits: int) -> int:

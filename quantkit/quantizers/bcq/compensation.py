@@ -16,8 +16,10 @@ from quantkit.errors import StatsError
 from quantkit.formats.bcq import group_width
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.coding import Coder, CodeShape, FitGroup, GroupCodes
+from quantkit.quantizers.bcq.columns import descend_columns, round_columns
 from quantkit.quantizers.bcq.levels import Coding
 from quantkit.quantizers.bcq.scales import ScaleGrid, roomy_grid
+from quantkit.quantizers.bcq.systems import solve_positive
 from quantkit.quantizers.gptq import GptqOptions, gptq, inverse_factor
 
 # Pull of a scale refit towards the scales it starts from, as a share of the mean diagonal of its normal equations.
@@ -115,8 +117,32 @@ def _code_in_order(
         coding.codes[:, column] = found[:, 0]
         return levels[:, 0]
 
-    gptq(weight, hessian, round_column, options=GptqOptions(damping), group_size=coding.width, begin_group=begin)
+    def round_block(first: int, values: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+        levels, errors, found = round_columns((values, factor, *_sorted_levels(coder[0])))
+        coding.codes[:, first : first + len(values)] = found.t()
+        return levels, errors
+
+    options = GptqOptions(damping, block_columns=_BLOCK_COLUMNS)
+    at_once = round_block if _replays(weight, coding) and grid.factors is None else None
+    gptq(
+        weight,
+        hessian,
+        round_column,
+        options=options,
+        group_size=coding.width,
+        begin_group=begin,
+        round_block=at_once,
+    )
     return coding
+
+
+def _replays(weight: Tensor, coding: GroupCodes) -> bool:
+    """Whether a block of columns is one step, which it is on a GPU where it lies in one group."""
+    return weight.is_cuda and coding.width % _BLOCK_COLUMNS == 0
+
+
+def _sorted_levels(coder: Coder) -> tuple[Tensor, Tensor, Tensor]:
+    return Coding(coder.scales, coder.offset).by_size
 
 
 def _rounded_levels(coder: Coder, grid: ScaleGrid) -> Coding:
@@ -185,7 +211,7 @@ def _refit_scales(weight: Tensor, hessian: Tensor, start: GroupCodes, *, offset:
         normal = ((basis @ hessian[span, span]) @ basis.transpose(1, 2)).double()
         diagonal = normal.diagonal(dim1=1, dim2=2)
         diagonal += _PROXIMAL * diagonal.mean(dim=-1, keepdim=True) + torch.finfo(torch.float32).tiny
-        step = torch.linalg.solve(normal, (basis @ pressure[:, span, None]).double()).squeeze(-1).float()  # [N, U]
+        step = solve_positive(normal, (basis @ pressure[:, span, None]).double()[..., 0]).float()  # [N, U]
         before = torch.cat([scales[:, :, group], shift[:, group][None]] if offset else [scales[:, :, group]]).t()
         after = _rounded(grid, before + step, normal, start.bits)
         change = torch.einsum("nu,nug->ng", after - before, basis)
@@ -224,6 +250,15 @@ def _descend_codes(weight: Tensor, hessian: Tensor, start: GroupCodes) -> GroupC
     diagonal = hessian.diagonal()
     for first in range(0, columns, _BLOCK_COLUMNS):
         stop = min(first + _BLOCK_COLUMNS, columns)
+        if _replays(weight, start):
+            group = first // start.width
+            own = Coding(start.scales[:, :, group], start.offset[:, group]).by_size
+            block = slice(first, stop)
+            values[:, block], codes[:, block], moved = descend_columns(
+                (pressure[:, block], values[:, block], hessian[block, block], *own)
+            )
+            pressure -= moved.t() @ hessian[block]
+            continue
         moved = torch.zeros(stop - first, weight.shape[0], device=weight.device)
         for k in range(first, stop):
             if k % start.width == 0:

@@ -12,6 +12,7 @@ from quantkit.formats.bcq import group_width
 
 # Groups solved at once: 2^19 weights (2 MiB in fp32) stay in a core's cache, which halves the time.
 _CHUNK_WEIGHTS = 1 << 19
+_GPU_CHUNK_WEIGHTS = 1 << 23  # fewer and longer steps
 # A channel never seen by the calibration text keeps this share of its group's largest importance, so that every
 # group's least-squares problem stays defined.
 _IMPORTANCE_FLOOR = 1e-6
@@ -63,7 +64,7 @@ def group_batches(weight: Tensor, importance: Tensor, group_size: int) -> Iterat
         start = first * width
         block = weight[:, start : start + count * span].reshape(rows, count, span)
         weights = _floored(importance[start : start + count * span].reshape(count, span))
-        step = max(1, _CHUNK_WEIGHTS // (count * span))
+        step = max(1, (_GPU_CHUNK_WEIGHTS if weight.is_cuda else _CHUNK_WEIGHTS) // (count * span))
         for row in range(0, rows, step):
             values = block[row : row + step]
             yield (

@@ -21,14 +21,14 @@ class Coding:
         return self.scales.t() @ sign_table(self.scales) + self.offset[:, None]
 
     @cached_property
-    def _sorted(self) -> tuple[Tensor, Tensor, Tensor]:
+    def by_size(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rising levels [G, 2**q], their codes, and the middles between them: once for all columns of a group."""
         levels, order = self.levels().sort(dim=-1)
         return levels, order, (levels[:, 1:] + levels[:, :-1]) / 2
 
     def nearest(self, values: Tensor) -> Nearest:
         """The nearest level to each of values [G, g]."""
-        levels, order, middles = self._sorted
+        levels, order, middles = self.by_size
         if values.shape[1] == 1:  # compensation, column after column: two operations instead of six per bit
             return Nearest((values > middles).sum(dim=-1, keepdim=True), order, levels)
         rank = torch.zeros(values.shape, dtype=torch.int64, device=values.device)

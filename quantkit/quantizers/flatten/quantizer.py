@@ -25,6 +25,7 @@ from quantkit.formats.flatten import (
     take_slices,
 )
 from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.flatten.allocation import priced_splits
 from quantkit.quantizers.flatten.bit_selection import KL_BINS, KL_COMBINES, combined_ratio, kl_ratio
 from quantkit.quantizers.flatten.slicing import (
     Columns,
@@ -40,6 +41,7 @@ from quantkit.quantizers.flatten.slicing import (
 from quantkit.quantizers.flatten.smoothing import SCALES, SMOOTHINGS
 from quantkit.quantizers.flatten.threshold import truncation_threshold
 from quantkit.quantizers.gptq import GptqOptions, gptq
+from quantkit.stats import LayerStats
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,12 @@ class FlattenSettings:
     smooth_linears: fold into feeding linears too, not only into norms.
     threshold_multiplier: beta, Eq 7. outlier_clip: the boxplot of Eq 6.
     max_flatten_ratio: extra columns per input channel at most; above it thresholds are raised or tails clamped, by
-        calibration error. pad_channels_to: K_ext is a multiple of this.
+        calibration error.
+    column_price: choose both thresholds, as multiples of Eq 7's, by the root of the output error plus this much per
+        extra column (K of them count as 1); 0: the thresholds of Eq 7 as they are.
+    cover_vocabulary: slices reach as far as any token of the vocabulary did, not only the calibration text.
+    headroom: they reach this many times as far.
+    pad_channels_to: K_ext is a multiple of this.
     kl_ratio_limit: gamma, Eq 8. kl_combine: mean, max, activation or weight. kl_bins: histogram bins.
     gptq, act_order, damping: GPTQ on the flattened weight.
     """
@@ -65,6 +72,9 @@ class FlattenSettings:
     threshold_multiplier: float = 1.3
     outlier_clip: bool = True
     max_flatten_ratio: float = 1.0
+    column_price: float = 0.0
+    cover_vocabulary: bool = False
+    headroom: float = 1.0
     pad_channels_to: int = COLUMN_STEP
     kl_ratio_limit: float = 1.86
     kl_combine: str = "mean"
@@ -83,6 +93,10 @@ class FlattenSettings:
             raise RecipeError(f"threshold_multiplier is {self.threshold_multiplier}; choose a factor above 0")
         if self.max_flatten_ratio < 0:
             raise RecipeError(f"max_flatten_ratio is {self.max_flatten_ratio}; choose 0 or more")
+        if self.headroom < 1:
+            raise RecipeError(f"headroom is {self.headroom}; choose a factor of 1 or more")
+        if self.column_price < 0:
+            raise RecipeError(f"column_price is {self.column_price}; choose 0 or more")
         if self.pad_channels_to <= 0 or self.pad_channels_to % COLUMN_STEP:
             raise RecipeError(f"pad_channels_to is {self.pad_channels_to}; choose a multiple of {COLUMN_STEP}")
         if self.kl_bins < 2:
@@ -145,21 +159,39 @@ def plan_layout(layer: LayerInput, settings: FlattenSettings) -> Layout:
     operands = Operands(
         rows=stats.sample.to(device).float() / divisor,
         weight=layer.weight if own is None else layer.weight * own,
-        act_absmax=stats.absmax.to(device) / divisor,
+        act_absmax=_reach(layer.name, stats, settings).to(device) / divisor,
     )
     try:
-        acts, weights = _splits(operands, settings)
+        acts, weights = _splits(operands, stats.absmax.to(device) / divisor, settings)
     except StatsError as error:
         raise StatsError(f"{layer.name}: {error}") from error
-    limited = None
-    allowed = int(settings.max_flatten_ratio * layer.weight.shape[1])
-    if extended_columns(acts, weights) > allowed:
-        limited = limit_columns(operands, acts, weights, allowed)
+    limited = _within_columns(operands, acts, weights, settings)
+    if limited is not None:
         acts, weights = limited.acts, limited.weights
     ratio = _kl_ratio(operands, acts, weights, settings) if settings.bits == "mixed" else None
     if ratio is not None and ratio < settings.kl_ratio_limit:
         acts, weights = acts.with_bits(4), weights.with_bits(4)
     return Layout(operands, acts, weights, own, limited, ratio)
+
+
+def _reach(name: str, stats: LayerStats, settings: FlattenSettings) -> Tensor:
+    """How far a channel's slices must reach [K]. Raises StatsError where the vocabulary's reach was not taken."""
+    if settings.cover_vocabulary and stats.vocabulary_absmax is None:
+        raise StatsError(
+            f"{name}: cover_vocabulary needs a calibration that ran the vocabulary, and this one is of an earlier "
+            "version; collect it anew, or set cover_vocabulary=false"
+        )
+    return (stats.reach() if settings.cover_vocabulary else stats.absmax) * settings.headroom
+
+
+def _within_columns(operands: Operands, acts: Split, weights: Split, settings: FlattenSettings) -> Limited | None:
+    """The splits by the recipe's price, or those within its limit; None where the given ones stand."""
+    allowed = int(settings.max_flatten_ratio * operands.weight.shape[1])
+    if settings.flatten and settings.column_price:
+        priced = priced_splits(operands, acts, weights, settings.column_price, allowed)
+        if priced is not None:
+            return priced
+    return limit_columns(operands, acts, weights, allowed) if extended_columns(acts, weights) > allowed else None
 
 
 def _run_time_scale(layer: LayerInput, settings: FlattenSettings) -> Tensor | None:
@@ -170,16 +202,21 @@ def _run_time_scale(layer: LayerInput, settings: FlattenSettings) -> Tensor | No
     return SCALES[settings.smoothing](layer.stats.absmax.to(weight_absmax), weight_absmax, settings.smoothing_strength)
 
 
-def _splits(operands: Operands, settings: FlattenSettings) -> tuple[Split, Split]:
-    """Both operands cut at their own threshold; in one piece up to their maximum with flatten: false."""
+def _splits(operands: Operands, act_absmax: Tensor, settings: FlattenSettings) -> tuple[Split, Split]:
+    """Both operands cut at their own threshold; in one piece up to their maximum with flatten: false.
+
+    act_absmax: [K] of the calibration text, which the input's threshold follows.
+    """
     bits = settings.bits if isinstance(settings.bits, int) else max(FLATTEN_BITS)
     splits = []
-    for what, absmax in (("input", operands.act_absmax), ("weight", operands.weight.abs().amax(dim=0))):
+    weight_absmax = operands.weight.abs().amax(dim=0)
+    pairs = (("input", act_absmax, operands.act_absmax), ("weight", weight_absmax, weight_absmax))
+    for what, maxima, covered in pairs:
         try:
-            threshold = truncation_threshold(absmax, settings.threshold_multiplier, outlier_clip=settings.outlier_clip)
+            threshold = truncation_threshold(maxima, settings.threshold_multiplier, outlier_clip=settings.outlier_clip)
         except StatsError as error:
             raise StatsError(f"{what}: {error}") from error
-        splits.append(split_channels(absmax, threshold if settings.flatten else float("inf"), bits))
+        splits.append(split_channels(covered, threshold if settings.flatten else float("inf"), bits))
     return splits[0], splits[1]
 
 

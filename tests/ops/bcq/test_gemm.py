@@ -84,7 +84,7 @@ def test_python_and_cuda_agree_on_the_sizes_in_shared_memory(monkeypatch: pytest
         for layout in gemm_layouts(it):
             shape = layout.shape
             sizes = ", ".join(map(str, astuple(shape)[:-1]))
-            name = f"GemmShape<{bits}, false, {int(it.offsets_apart)}, 0, {sizes}>"
+            name = f"GemmShape<{bits}, BlockOf<false>::Type, {int(it.offsets_apart)}, 0, {sizes}>"
             scales = f"{segments} * QK_TILE_N * {it.entries} * 2"
             lines += [
                 f"static_assert({segments} * {name}::kSegmentTable == {it.table_bytes});",
@@ -202,4 +202,4 @@ def test_the_epilogue_rounds_as_kernels_behind_the_product_do(activation: str | 
     epilogue = Epilogue(activation, residual)
     plain = gemm(Product.of(x, weight, bias))
     y = gemm(Product.of(x, weight, bias, epilogue=epilogue))
-    assert relative_error(y, apply_epilogue(plain, epilogue).double()) < RTOL[torch.float16]
+    assert relative_error(y, apply_epilogue(plain, epilogue).double().cpu()) < RTOL[torch.float16]

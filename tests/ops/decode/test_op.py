@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.decode.instances import norm_unit
 from quantkit.ops.decode.launch import Token
-from quantkit.ops.decode.layout import MOST_NORM_VALUES, can_attend, can_gate, can_norm, can_rotate
+from quantkit.ops.decode.layout import MOST_NORM_VALUES, can_attend, can_gate, can_norm, can_rotate, row_stride
 from quantkit.ops.decode.op import add_norm, attention, gated, norm
 from tests.ops.decode.cases import token_behind_others
 
@@ -75,6 +75,7 @@ def test_gates_match_torch(count: int, dtype: torch.dtype) -> None:
 def test_gate_limits() -> None:
     halves = torch.zeros(1, 2 * 1004, device=CUDA).half()
     assert not can_gate(*halves.split(1004, dim=-1))
+    assert not can_gate(*torch.zeros(2, 2 * 1004, device=CUDA).half().split(1004, dim=-1))
     assert not can_gate(torch.zeros(2, 64, device=CUDA).half()[:, ::2], torch.zeros(2, 32, device=CUDA).half())
     assert not can_gate(torch.zeros(64, device=CUDA), torch.zeros(64, device=CUDA))
 
@@ -157,6 +158,46 @@ def test_attention_matches_fp64(
     expected = (scores.softmax(-1) @ wide_values).transpose(1, 2)
     assert error(first, expected) < RTOL[dtype]
     assert torch.equal(attention(q, token, (cache[0], cache[1]), mask, 0.125), first)
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("sequences", [5, 200], ids=["few", "many"])
+def test_sequences_of_a_batch_get_what_each_gets_alone(sequences: int, width: int, dtype: torch.dtype) -> None:
+    q, token, (keys, values), mask = token_behind_others(width, dtype, CUDA, sequences=sequences)
+    mask = mask & (torch.rand(sequences, 1, 1, 300, device=CUDA) < 0.7)
+    mask[..., 280] = True
+    merged = torch.cat([part.flatten(1) for part in (q, token.key, token.value)], 1)  # as a product of q, k and v
+    parts = merged.split([part[0].numel() for part in (q, token.key, token.value)], 1)
+    split = [part.view(sequences, -1, 1, width) for part in parts]
+    torch.cuda.synchronize()
+    together = attention(split[0], replace(token, key=split[1], value=split[2]), (keys, values), mask, 0.3)
+    for i in range(0, sequences, 5):
+        own = slice(i, i + 1)
+        single = replace(token, key=token.key[own], value=token.value[own])
+        alone = attention(q[own], single, (keys[own], values[own]), mask[own], 0.3)
+        torch.testing.assert_close(together[own], alone, rtol=RTOL[dtype], atol=RTOL[dtype])
+    assert torch.equal(keys[:, :, 280], token.key[:, :, 0])
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+def test_gates_in_rows_that_stand_apart_match_torch() -> None:
+    both = torch.randn(7, 1, 2 * 1000, device=CUDA).half()
+    gate, up = both.split(1000, dim=-1)
+    assert can_gate(gate, up)
+    assert torch.equal(gated(gate, up, "relu"), gate.relu() * up)
+
+
+def test_rows_are_even_or_not() -> None:
+    x = torch.zeros(4, 3, 40)
+    assert row_stride(x) == row_stride(x[:, :, :8]) == row_stride(x[:1]) == 40
+    assert row_stride(x[:, :1, :8]) == 120
+    assert row_stride(x[0, 0]) == 40
+    assert row_stride(x[:, :2]) is None
+    assert row_stride(x[..., ::2]) is None
 
 
 @pytest.mark.cuda

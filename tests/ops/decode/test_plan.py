@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.ops.decode.instances import SPLIT_STEP
-from quantkit.ops.decode.plan import SPLIT_ENTRIES, split_count, split_length
+from quantkit.ops.decode.plan import SPLIT_ENTRIES, attention_threads, split_count, split_length
 
 PROCESSORS = 132
 
@@ -34,3 +34,7 @@ def test_a_long_cache_of_few_heads_is_split_among_the_idle_multiprocessors() -> 
 def test_a_longer_cache_never_has_fewer_splits() -> None:
     counts = [split_count(capacity, 32, PROCESSORS) for capacity in range(64, 60_000, 512)]
     assert counts == sorted(counts)
+
+
+def test_many_heads_take_small_blocks() -> None:
+    assert [attention_threads(heads, 132) for heads in (32, 527, 528, 2048)] == [512, 512, 128, 128]

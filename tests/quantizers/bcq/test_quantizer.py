@@ -12,7 +12,8 @@ from quantkit.formats.table import dequantize
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.groups import weighted_error
 from quantkit.quantizers.bcq.levels import Coding
-from quantkit.quantizers.bcq.quantizer import BcqSettings, alternate, greedy, quantize, solve_groups, solve_positive
+from quantkit.quantizers.bcq.quantizer import BcqSettings, alternate, greedy, quantize, solve_groups
+from quantkit.quantizers.bcq.systems import solve_positive
 from quantkit.quantizers.rounding import fit_uniform
 from quantkit.stats import LayerStats
 

@@ -230,3 +230,40 @@ def test_all_zero_weight_names_the_layer() -> None:
 def test_impossible_settings_are_refused_by_name(key: str, value: object) -> None:
     with pytest.raises(RecipeError, match=key):
         FlattenSettings(**{key: value})  # type: ignore[arg-type]
+
+
+def test_slices_reach_as_far_as_the_vocabulary_and_the_headroom_ask() -> None:
+    layer = _layer()
+    assert layer.stats is not None
+    far = layer.stats.absmax * torch.linspace(1, 30, len(layer.stats.absmax))
+    layer = replace(layer, stats=replace(layer.stats, vocabulary_absmax=far))
+    for settings, reach in (
+        (PLAIN, layer.stats.absmax),
+        (replace(PLAIN, headroom=1.5), 1.5 * layer.stats.absmax),
+        (replace(PLAIN, cover_vocabulary=True, headroom=1.5), 1.5 * far),
+    ):
+        layout = plan_layout(layer, settings)
+        assert (layout.acts.capacity() >= reach - layout.acts.scale).all()
+        # The paper's threshold follows the text alone, however far slices reach.
+        assert layout.acts.threshold == pytest.approx(plan_layout(layer, PLAIN).acts.threshold)
+
+
+def test_a_higher_price_buys_fewer_columns_and_a_larger_error() -> None:
+    layer = _layer(channels=96)
+    packed = [quantize(layer, replace(PLAIN, column_price=price)) for price in (1e-4, 0.05, 100.0)]
+    columns = [one.report["extended_channels"] for one in packed]
+    errors = [one.report["output_error"] for one in packed]
+    assert columns == sorted(columns, reverse=True)
+    assert columns[0] > columns[-1]
+    assert errors == sorted(errors)
+
+
+def test_priced_columns_stay_within_the_limit() -> None:
+    packed = quantize(_layer(channels=96), FlattenSettings(smoothing="none", column_price=1e-6, max_flatten_ratio=0.1))
+    assert packed.report["extended_channels"] <= 9
+
+
+@pytest.mark.parametrize("bad", [{"headroom": 0.9}, {"column_price": -1.0}], ids=lambda bad: next(iter(bad)))
+def test_impossible_room_is_refused(bad: dict[str, float]) -> None:
+    with pytest.raises(RecipeError, match="choose"):
+        FlattenSettings(**bad)  # type: ignore[arg-type]

@@ -1,0 +1,103 @@
+"""The tuning that a recipe asks for after quantizing: a further piece of the work, over the tensors of the others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.calibration.artifact import Calibration
+from quantkit.checkpoint.write import stored_tensors
+from quantkit.errors import CalibrationError, RecipeError
+from quantkit.formats.base import Shape
+from quantkit.formats.bcq import BcqSpec
+from quantkit.integrations.transformers import load_checkpoint
+from quantkit.jobs.quantize_blocks import BlockWork, Done, transform_part
+from quantkit.methods import METHODS, LayerPlan
+from quantkit.models.loading import load_model
+from quantkit.models.stream import in_memory_stream
+from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.recipe import Recipe
+from quantkit.storage.resume import Workspace
+from quantkit.tuning.settings import TuneSettings, tune_settings
+from quantkit.tuning.whole_model import tune_model
+
+_TUNING = "tuning"
+
+
+def planned_tuning(
+    recipe: Recipe, plans: Mapping[str, LayerPlan], shapes: Mapping[str, Shape], artifact: Calibration | None
+) -> TuneSettings | None:
+    """The settings of a recipe's ``tune`` section; None where it has none.
+
+    Raises RecipeError for settings that cannot be, for layers in another format than ``bcq`` or on a grid that other
+    engines must read, and with INT8 attention; CalibrationError without calibration text.
+    """
+    if recipe.tune is None:
+        return None
+    settings = tune_settings(recipe.name, recipe.tune)
+    for name, plan in plans.items():
+        if not all(
+            isinstance(spec, BcqSpec) for spec in METHODS[plan.method].stored_specs(plan.settings, shapes[name])
+        ):
+            raise RecipeError(
+                f"recipe {recipe.name}: tune is for methods that store the bcq format (bcq, rtn, hqq); method "
+                f"{plan.method} of {name} does not"
+            )
+        if getattr(plan.settings, "zero", None) == "integer":
+            raise RecipeError(f"recipe {recipe.name}: tune leaves no uniform grid; set zero=free, or leave tune out")
+    if recipe.attention_bits is not None:
+        raise RecipeError(f"recipe {recipe.name}: tune does not go with attention_bits: INT8 attention has no gradient")
+    if artifact is None or len(artifact.windows) < 2:
+        raise CalibrationError(
+            f"recipe {recipe.name}: tune needs a calibration artifact of 2 windows or more; make one with "
+            "'quantkit calibrate' and pass it as `calibration`"
+        )
+    return settings
+
+
+def tuned_piece(
+    blocks: BlockWork, model: str, work: Workspace, settings: TuneSettings, save: Callable[[Path], None]
+) -> dict[str, Any]:
+    """Tune the whole model end to end, as the next piece of the work; the report of it for quantkit.json.
+
+    blocks: the work that is finished. model: where the original is. save: writes the checkpoint as it is so far to a
+    folder. The piece holds the tensors that changed; its names stand in earlier pieces too, and the last one counts.
+    """
+    if work.finished > len(blocks.stream.blocks) + 1:
+        report: dict[str, Any] = work.document(work.finished - 1)[_TUNING]
+        return report
+    assert blocks.artifact is not None
+    folder = work.folder / "untuned"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    save(folder)
+    student = load_checkpoint(str(folder), device="cpu", dtype=torch.float32)
+    shutil.rmtree(folder)
+    original, _ = load_model(model, dtype=torch.float32, device=blocks.stream.device)
+    in_memory = BlockWork(
+        in_memory_stream(original), blocks.plans, blocks.artifact, blocks.dtype, blocks.activations, attention=False
+    )
+    transform_part(in_memory, Done())
+    report = tune_model(original, student, blocks.artifact.windows, settings, dtype=blocks.dtype).to_json()
+    work.commit(_tuned_tensors(student, blocks.dtype), {**Done().to_json(), _TUNING: report})
+    return report
+
+
+def _tuned_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """By stored name, the tensors that tuning may change; vectors in ``dtype``."""
+    quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    vectors = {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
+
+    def changes(name: str) -> bool:
+        return name in vectors or name.rpartition(".")[0] in quantized
+
+    stored = stored_tensors(model, changes)
+    return {
+        name: tensor.to(dtype) if tensor.ndim == 1 and tensor.is_floating_point() else tensor
+        for name, tensor in stored.items()
+    }

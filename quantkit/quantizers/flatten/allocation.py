@@ -1,0 +1,46 @@
+"""Choosing both thresholds of a layer by what their extra columns save in rounding error."""
+
+from __future__ import annotations
+
+from quantkit.quantizers.flatten.slicing import (
+    Limited,
+    Operands,
+    Split,
+    extended_columns,
+    relative_error,
+    split_channels,
+)
+
+# Thresholds tried, as multiples of those of Eq 7.
+_ACT_STEPS = (0.5, 0.6, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
+_WEIGHT_STEPS = (0.7, 1.0, 1.5, 2.0, 3.0, 4.0)
+
+
+def priced_splits(operands: Operands, acts: Split, weights: Split, price: float, max_extended: int) -> Limited | None:
+    """The splits of the least square root of the output error plus ``price`` per column, K of which count as 1.
+
+    acts, weights: the splits at the recipe's own thresholds. The errors of both operands are taken one at a time and
+    added. The root lets layers of large and of small errors both have columns: with the error itself, one price left
+    almost none to models whose errors are small.
+    None where no pair of thresholds needs at most ``max_extended`` extra columns.
+    """
+    channels = operands.weight.shape[1]
+    exact = operands.rows @ operands.weight.t()
+    tried_acts, tried_weights = [], []
+    for step in _ACT_STEPS:
+        split = split_channels(operands.act_absmax, acts.threshold * step, acts.bits)
+        error = relative_error(exact, split.dequantized(operands.rows) @ operands.weight.t())
+        tried_acts.append((step, split, error))
+    weight_absmax = operands.weight.abs().amax(dim=0)
+    for step in _WEIGHT_STEPS:
+        split = split_channels(weight_absmax, weights.threshold * step, weights.bits)
+        error = relative_error(exact, operands.rows @ split.dequantized(operands.weight).t())
+        tried_weights.append((step, split, error))
+    best, least = None, float("inf")
+    for act_step, a, act_error in tried_acts:
+        for weight_step, w, weight_error in tried_weights:
+            columns = extended_columns(a, w)
+            cost = (act_error + weight_error) ** 0.5 + price * columns / channels
+            if columns <= max_extended and cost < least:
+                best, least = Limited(a, w, act_step, weight_step), cost
+    return best

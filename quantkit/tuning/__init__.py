@@ -1,0 +1,1 @@
+"""Tuning by gradient of what a quantized model stores: scales, offsets, codes, biases and norms."""

@@ -1,0 +1,54 @@
+"""Putting Linears with gradients where the quantized ones of a model stand, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from quantkit.formats.bcq import BcqSpec
+from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.tuning.layer import TunedLinear
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What has gradients. parts: by name of the Linear. others: by name, the vectors outside of Linears (norms)."""
+
+    parts: dict[str, TunedLinear]
+    others: dict[str, nn.Parameter]
+
+
+@contextmanager
+def tunable(module: nn.Module, original: Callable[[str], Tensor] | None) -> Iterator[Tuned]:
+    """While entered, the ``bcq`` Linears of a module have gradients, and so have its vectors; nothing else has.
+
+    original: name of a Linear in the module -> its weight [N, K] before quantization, for codes that are chosen again;
+    None for codes that stay. On leaving, QuantizedLinears of the tuned values stand where they stood.
+    """
+    asked = {name: p.requires_grad for name, p in module.named_parameters()}
+    module.requires_grad_(False)
+    linears = {name: m for name, m in module.named_modules() if _is_bcq(m)}
+    inside = tuple(f"{name}." for name in linears)
+    others = {name: p for name, p in module.named_parameters() if p.ndim == 1 and not name.startswith(inside)}
+    others = {name: p for name, p in others.items() if p.is_floating_point()}
+    for parameter in others.values():
+        parameter.requires_grad_(True)
+    parts: dict[str, TunedLinear] = {}
+    for name, linear in linears.items():
+        assert isinstance(linear, QuantizedLinear)
+        parts[name] = TunedLinear(linear, None if original is None else original(name))
+        module.set_submodule(name, parts[name])
+    try:
+        yield Tuned(parts, others)
+    finally:
+        for name, part in parts.items():
+            module.set_submodule(name, part.quantized())
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(asked.get(name, False)).grad = None
+
+
+def _is_bcq(module: nn.Module) -> bool:
+    return isinstance(module, QuantizedLinear) and isinstance(module.spec, BcqSpec)

@@ -1,0 +1,164 @@
+"""A Linear in the ``bcq`` format whose stored values have gradients.
+
+W = sum_i scales_i * signs_i + offset is linear in scales and offset, so their gradients are exact sums over a group.
+Gradients pass straight through the rounding of scales (fp16, or codes of 8 bits) and the choice of codes (Bengio et al.
+2013): the forward product is that of the values as they would be stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.formats.base import PackedWeight
+from quantkit.formats.bcq import BcqSpec, BcqTensors, group_width
+from quantkit.formats.planes import pack_codes, unpack_codes
+from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.quantizers.bcq.levels import Coding
+from quantkit.quantizers.bcq.scales import ScaleGrid
+
+# How deep inside the cell of its code a weight starts, as a share of the way from the code's level to the border.
+_INSIDE = 0.98
+
+
+class TunedLinear(nn.Module):
+    """y = x W^T + bias, W from ``scales``, ``offset`` and codes; with ``latent``, the codes nearest to it.
+
+    scales: [q, N, G] fp32. offset: [N, G] fp32, or None where none is stored. latent: [N, G * g] fp32, or None for
+    codes that stay. All before rounding.
+    """
+
+    codes: Tensor
+    factors: Tensor | None
+
+    def __init__(self, linear: QuantizedLinear, original: Tensor | None):
+        """linear: in the ``bcq`` format. original: [N, K], the weight before quantization, for codes that are chosen
+        again: each starts as it is, the nearer to the border of its cell the less the original agrees."""
+        super().__init__()
+        stored = BcqTensors.of(linear.tensors)
+        assert isinstance(linear.spec, BcqSpec)
+        self.spec, self.shape, self._report_dtype = linear.spec, linear.shape, linear.compute_dtype
+        self.width = group_width(self.spec.group_size, self.shape[1])
+        self.groups = stored.scales.shape[-1]
+        factors = None if stored.scale_factors is None else stored.scale_factors.float()
+        self.register_buffer("factors", factors, persistent=False)
+        self.scales = nn.Parameter(stored.decoded_scales())
+        offset = stored.decoded_offset()
+        self.offset = None if offset is None else nn.Parameter(offset)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float())
+        self.register_buffer("codes", self._padded(unpack_codes(stored.signs, self.shape[1])), persistent=False)
+        self.latent = None if original is None else nn.Parameter(self._inside_cells(original))
+
+    @property
+    def grid(self) -> ScaleGrid:
+        """What scales and offsets are rounded to."""
+        return ScaleGrid(self.factors)
+
+    @property
+    def weight(self) -> Tensor:
+        """A stand-in of the right shape, dtype and device that takes no memory (model code asks for these)."""
+        return torch.zeros((), dtype=self.scales.dtype, device=self.scales.device).expand(self.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y [..., N] of x [..., K], both in fp32."""
+        return nn.functional.linear(x, self.dequantize(), self.bias)
+
+    def dequantize(self) -> Tensor:
+        """The weight [N, K] fp32 of the values as they would be stored."""
+        scales, offset = self._rounded()
+        if self.latent is not None:
+            self.codes = self._nearest(scales.detach(), offset.detach(), self.latent.detach())
+        weight: Tensor = _Dequantize.apply(self.latent, scales, offset, self.codes, self.width)
+        return weight[:, : self.shape[1]]
+
+    @torch.no_grad()
+    def packed(self) -> PackedWeight:
+        """The format's tensors of the values at hand; what is read back is what ``dequantize`` gave, bit for bit."""
+        self.dequantize()
+        scales, offset = self._rounded()
+        signs = pack_codes(self.codes[:, : self.shape[1]].contiguous(), self.spec.weight_bits)
+        stored = self.grid.stored(signs, scales, offset if self.offset is not None else None)
+        return PackedWeight(self.spec, self.shape, stored.named(), {})
+
+    def quantized(self) -> QuantizedLinear:
+        """The Linear that stores the values at hand."""
+        bias = None if self.bias is None else self.bias.detach()
+        return QuantizedLinear.from_packed(self.packed(), bias, self._report_dtype)
+
+    def _rounded(self) -> tuple[Tensor, Tensor]:
+        """Scales and offset (zeros where none is stored) as they would be stored; gradients pass through."""
+        scales = _Straight.apply(self.scales, self.grid.round_scales(self.scales.detach()))
+        if self.offset is None:
+            return scales, torch.zeros_like(self.scales[0])
+        return scales, _Straight.apply(self.offset, self.grid.round_offset(self.offset.detach()))
+
+    def _padded(self, values: Tensor) -> Tensor:
+        """[N, K] -> [N, G * g], the last group filled up with zeros."""
+        return nn.functional.pad(values, (0, self.groups * self.width - values.shape[1]))
+
+    def _nearest(self, scales: Tensor, offset: Tensor, latent: Tensor) -> Tensor:
+        levels = Coding(scales.flatten(1), offset.flatten())
+        return levels.nearest(latent.view(-1, self.width)).codes().to(torch.uint8).view_as(latent)
+
+    def _inside_cells(self, original: Tensor) -> Tensor:
+        """[N, G * g]: the original weights, moved into the cells of the codes as they are."""
+        with torch.no_grad():
+            scales, offset = self._rounded()
+            level = _dequantized(scales, offset, self.codes, self.width)
+            values, order = Coding(scales.flatten(1), offset.flatten()).levels().sort(dim=-1)
+            middles = (values[:, 1:] + values[:, :-1]) / 2
+            ends = torch.full_like(middles[:, :1], torch.inf)
+            rank = order.argsort(dim=-1).gather(-1, self.codes.view(-1, self.width).long())
+            low = torch.cat([-ends, middles], dim=-1).gather(-1, rank).view_as(level)
+            high = torch.cat([middles, ends], dim=-1).gather(-1, rank).view_as(level)
+            wanted = self._padded(original.to(level).contiguous())
+            inside = torch.minimum(
+                torch.maximum(wanted, level + (low - level) * _INSIDE), level + (high - level) * _INSIDE
+            )
+            return torch.where(inside.isfinite(), inside, wanted)
+
+
+def _planes(codes: Tensor, bits: int) -> list[Tensor]:
+    return [((codes >> i) & 1).float() * 2 - 1 for i in range(bits)]
+
+
+def _dequantized(scales: Tensor, offset: Tensor, codes: Tensor, width: int) -> Tensor:
+    """[N, G * g] of scales [q, N, G], offset [N, G] and codes [N, G * g]."""
+    grouped = codes.unflatten(1, (-1, width))
+    weight = offset[..., None].expand(grouped.shape).clone()
+    for scale, plane in zip(scales, _planes(grouped, len(scales)), strict=True):
+        weight.addcmul_(plane, scale[..., None])
+    return weight.flatten(1)
+
+
+class _Dequantize(torch.autograd.Function):
+    """The weight of codes; its gradient summed over groups for scales and offset, and passed on to the latent."""
+
+    @staticmethod
+    def forward(ctx: Any, _latent: Tensor | None, scales: Tensor, offset: Tensor, codes: Tensor, width: int) -> Tensor:
+        ctx.save_for_backward(codes)
+        ctx.bits, ctx.width = len(scales), width
+        return _dequantized(scales, offset, codes, width)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (codes,) = ctx.saved_tensors
+        grouped = gradients[0].unflatten(1, (-1, ctx.width))
+        planes = _planes(codes.unflatten(1, (-1, ctx.width)), ctx.bits)
+        scales = torch.stack([(grouped * plane).sum(dim=-1) for plane in planes])
+        latent = gradients[0] if ctx.needs_input_grad[0] else None
+        return latent, scales, grouped.sum(dim=-1), None, None
+
+
+class _Straight(torch.autograd.Function):
+    """The second value, with the gradient of the first."""
+
+    @staticmethod
+    def forward(_ctx: Any, _value: Tensor, rounded: Tensor) -> Tensor:
+        return rounded
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

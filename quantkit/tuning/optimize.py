@@ -1,0 +1,153 @@
+"""One loop for both stages: Adam on what is stored, a held-out loss after every pass, the best pass kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import StatsError
+from quantkit.progress import track
+from quantkit.tuning.layer import TunedLinear
+from quantkit.tuning.settings import TuneSettings
+
+_BETAS = (0.9, 0.99)
+_WARM_UP = 0.05  # share of all steps
+_SMALLEST_RATE = 1e-8  # so that a tensor of zeros can move
+
+Loss = Callable[[Tensor], Tensor]
+"""Window numbers [b] -> their mean loss, with a graph where gradients are on."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is lowered. windows: how many there are. at_once: windows whose graph is held at a time.
+
+    dtype: what norms and biases are stored in: the held-out loss is that of the stored values.
+    """
+
+    loss: Loss
+    windows: int
+    at_once: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """before, after: held-out loss. kept: the pass that was kept, 0 for the start. passes: held-out loss after each."""
+
+    before: float
+    after: float
+    kept: int
+    passes: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As quantkit.json holds it."""
+        return asdict(self)
+
+
+def split_windows(count: int, held_out: float) -> tuple[Tensor, Tensor]:
+    """(numbers to tune on, numbers held out): the last share of the windows, at least one of each.
+
+    Raises StatsError for fewer than two windows.
+    """
+    if count < 2:
+        raise StatsError("tuning holds windows of the calibration text out; calibrate with 2 windows or more")
+    kept = min(max(1, round(count * held_out)), count - 1)
+    numbers = torch.arange(count)
+    return numbers[:-kept], numbers[-kept:]
+
+
+def tune(
+    parts: Sequence[TunedLinear], others: Sequence[nn.Parameter], objective: Objective, settings: TuneSettings
+) -> TuneReport:
+    """Tune the parts and the other parameters in place; ends with the pass of least held-out loss.
+
+    Raises StatsError for a loss that is not finite at the start.
+    """
+    used, held_out = split_windows(objective.windows, settings.held_out)
+    state = _State(parts, others, objective.dtype)
+    optimizer = torch.optim.Adam(_groups(parts, others, settings), betas=_BETAS, fused=True)
+    steps = settings.epochs * -(-len(used) // settings.batch)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, steps))
+    generator = torch.Generator().manual_seed(settings.seed)
+    best, least, kept = state.rounded(), state.held_out_loss(objective, held_out), 0
+    if not math.isfinite(least):
+        raise StatsError("tuning: the held-out loss of the quantized model is not finite")
+    passes = [least]
+    for epoch in range(1, settings.epochs + 1):
+        order = used[torch.randperm(len(used), generator=generator)]
+        for batch in track(order.split(settings.batch), f"tuning, pass {epoch} of {settings.epochs}"):
+            optimizer.zero_grad(set_to_none=True)
+            for part in batch.split(objective.at_once):
+                (objective.loss(part) * (len(part) / len(batch))).backward()
+            optimizer.step()
+            schedule.step()
+        passes.append(state.held_out_loss(objective, held_out))
+        if passes[-1] < least:
+            best, least, kept = state.rounded(), passes[-1], epoch
+    state.load(best)
+    return TuneReport(passes[0], least, kept, tuple(passes[1:]))
+
+
+def _share(step: int, steps: int) -> float:
+    """Of the first rate: a short rise, then half a cosine down to 0."""
+    warm_up = max(1, round(steps * _WARM_UP))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+
+
+def _groups(
+    parts: Sequence[TunedLinear], others: Sequence[nn.Parameter], settings: TuneSettings
+) -> list[dict[str, Any]]:
+    """One group of the optimizer per tensor: its rate follows its size."""
+    groups = []
+    tensors = [(parameter, settings.rate) for parameter in others]
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            tensors.append((parameter, settings.code_rate if name == "latent" else settings.rate))
+    for parameter, rate in tensors:
+        size = parameter.detach().square().mean().sqrt().item()
+        groups.append({"params": [parameter], "lr": max(rate * size, _SMALLEST_RATE)})
+    return groups
+
+
+class _State:
+    """The values that are tuned, and the stored ones that they stand for."""
+
+    def __init__(self, parts: Sequence[TunedLinear], others: Sequence[nn.Parameter], dtype: torch.dtype):
+        biases = [part.bias for part in parts if part.bias is not None]
+        own = {id(bias) for bias in biases}
+        self._floating = [*others, *biases]
+        self._rest = [p for part in parts for p in part.parameters() if id(p) not in own]
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def rounded(self) -> list[Tensor]:
+        """Copies of all values; those stored in ``dtype`` rounded to it. Linears round theirs when they multiply."""
+        return [*self._rounded_floating(), *(p.clone() for p in self._rest)]
+
+    @torch.no_grad()
+    def load(self, values: list[Tensor]) -> None:
+        """Take the values on."""
+        for parameter, value in zip([*self._floating, *self._rest], values, strict=True):
+            parameter.copy_(value)
+
+    @torch.no_grad()
+    def held_out_loss(self, objective: Objective, numbers: Tensor) -> float:
+        """The mean loss of windows, with the values as they would be stored."""
+        exact = [p.clone() for p in self._floating]
+        for parameter, value in zip(self._floating, self._rounded_floating(), strict=True):
+            parameter.copy_(value)
+        total = sum(objective.loss(part).item() * len(part) for part in numbers.split(objective.at_once))
+        for parameter, value in zip(self._floating, exact, strict=True):
+            parameter.copy_(value)
+        return total / len(numbers)
+
+    def _rounded_floating(self) -> list[Tensor]:
+        return [p.to(self._dtype).to(p.dtype).clone() for p in self._floating]

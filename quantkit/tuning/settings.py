@@ -1,0 +1,55 @@
+"""The recipe's ``tune`` section: what is tuned, on how much text, for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from quantkit.errors import RecipeError
+from quantkit.recipe import nearest
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """epochs: passes over the calibration windows.
+    codes: whether the code of every weight is chosen again at each step, or stays as the method chose it.
+    rate: the first step of a value, as a share of the root mean square of its tensor; steps shrink to 0.
+    code_rate: the same of the weights that codes are chosen for.
+    batch: windows per step. held_out: share of the windows, the last ones, that decide which pass is kept.
+    seed: of the order of the windows.
+    """
+
+    epochs: int = 8
+    codes: bool = True
+    rate: float = 0.003
+    code_rate: float = 0.003
+    batch: int = 4
+    held_out: float = 0.125
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1:
+            raise RecipeError(f"epochs is {self.epochs}; choose 1 or more")
+        if self.batch < 1:
+            raise RecipeError(f"batch is {self.batch}; choose 1 window a step or more")
+        if not 0 < self.held_out < 1:
+            raise RecipeError(f"held_out is {self.held_out}; choose a share between 0 and 1")
+        if self.rate < 0 or self.code_rate < 0:
+            raise RecipeError(f"rate is {self.rate}, code_rate {self.code_rate}; neither is below 0")
+
+
+def tune_settings(recipe: str, values: Mapping[str, Any]) -> TuneSettings:
+    """The settings of a recipe's ``tune`` section. Raises RecipeError naming the recipe and the setting."""
+    known = {field.name: type(field.default) for field in fields(TuneSettings)}
+    for key, value in values.items():
+        if key not in known:
+            raise RecipeError(f"recipe {recipe}: tune has no setting {key!r}; {nearest(str(key), known)}")
+        wanted = known[key]
+        whole_for_float = wanted is float and type(value) is int
+        if (type(value) is not wanted and not whole_for_float) or value != value:
+            raise RecipeError(f"recipe {recipe}: tune: {key} is {value!r}, expected {wanted.__name__}")
+    try:
+        return TuneSettings(**values)
+    except RecipeError as error:
+        raise RecipeError(f"recipe {recipe}: tune: {error}") from error

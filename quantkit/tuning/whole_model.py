@@ -1,0 +1,78 @@
+"""Tuning end to end: the quantized model's predictions are moved towards the original's, both in memory as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.models.families import linear_weight
+from quantkit.tuning.install import tunable
+from quantkit.tuning.optimize import Objective, TuneReport, tune
+from quantkit.tuning.settings import TuneSettings
+
+# Windows of a graph that is held at a time have so many tokens, so that their logits stay below 2 GB for most models.
+_TOKENS_AT_ONCE = 2048
+_FP32 = 4
+# Values held per quantized weight: what it stands for, in the graph and its gradient; with codes also the latent, its
+# gradient, two moments and the best so far.
+_FIXED_VALUES, _LATENT_VALUES = 2, 5
+_LOGIT_COPIES = 6  # of both models, as logarithms, and gradients
+_HIDDEN_COPIES = 40  # of a block's hidden state that its graph holds
+
+
+def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSettings, *, dtype: torch.dtype) -> TuneReport:
+    """Lower KL(original || model) per token over windows [n, seq_len] of token ids; the model is changed in place.
+
+    original: in floating point; with ``codes``, in the basis of the model (rotations applied). Both compute in fp32, on
+    one device. dtype: what norms and biases are stored in.
+    """
+
+    def weight(name: str) -> Tensor:
+        return linear_weight(original.get_submodule(name)).detach()
+
+    device = next(original.parameters()).device
+    original.requires_grad_(False)
+    with tunable(model, weight if settings.codes else None) as tuned:
+        model.to(device)
+
+        def loss(numbers: Tensor) -> Tensor:
+            return divergence_loss(original, model, windows[numbers].to(device, torch.long))
+
+        at_once = max(1, _TOKENS_AT_ONCE // windows.shape[1])
+        objective = Objective(loss, len(windows), at_once, dtype)
+        with _short_products():
+            report = tune(list(tuned.parts.values()), list(tuned.others.values()), objective, settings)
+        model.to("cpu")
+    return report
+
+
+@contextmanager
+def _short_products() -> Iterator[None]:
+    """While entered, a GPU multiplies fp32 in TF32: its rounding is far below that of the codes."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def tuning_bytes(model: Any, quantized: int, settings: TuneSettings) -> int:
+    """What tune_model holds at its peak, of a model (on the meta device) of which so many weights are quantized."""
+    config = model.config.get_text_config()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    values = 2 * total + quantized * (_FIXED_VALUES + (_LATENT_VALUES if settings.codes else 0))
+    graph = _HIDDEN_COPIES * config.hidden_size * config.num_hidden_layers + _LOGIT_COPIES * config.vocab_size
+    return _FP32 * (values + _TOKENS_AT_ONCE * graph)
+
+
+def divergence_loss(original: Any, model: Any, tokens: Tensor) -> Tensor:
+    """KL(original || model) in nats per token of windows [b, seq_len]."""
+    with torch.no_grad():
+        wanted = original(tokens, use_cache=False).logits.float().log_softmax(dim=-1).flatten(0, -2)
+    found = model(tokens, use_cache=False).logits.float().log_softmax(dim=-1).flatten(0, -2)
+    return torch.nn.functional.kl_div(found, wanted, log_target=True, reduction="sum") / tokens.numel()

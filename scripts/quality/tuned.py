@@ -1,0 +1,158 @@
+"""Quality of recipes with and without tuning, in one process and in memory: perplexity, KL and equal top tokens.
+
+python scripts/quality/tuned.py MODEL --texts wiki.test.jsonl lambada.jsonl --calibration-text c4.txt
+    --recipes bcq-w3-g128 bcq-w3-g64-s8+tune.epochs=4 --json docs/results/tuned-MODEL.json
+
+Beside each row with tuning stands the same recipe without. No checkpoint is written: the numbers are those of the
+stored values. Statistics of inputs are of the first windows, as a GPU is slow at collecting them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.calibration.artifact import Calibration
+from quantkit.calibration.runner import calibrate
+from quantkit.data.corpora import Corpus, load_text
+from quantkit.data.windows import shuffled_windows, tokenize
+from quantkit.errors import RecipeError
+from quantkit.evaluation.divergence import divergence
+from quantkit.formats.table import stored_bytes
+from quantkit.jobs.quantize_blocks import BlockWork, quantize_blocks
+from quantkit.methods import plan_layers
+from quantkit.models.families import block_linears
+from quantkit.models.loading import load_model, stored_dtype
+from quantkit.models.stream import in_memory_stream
+from quantkit.recipe import Recipe, load_recipe
+from quantkit.runtime.expanded_weights import expand_weights
+from quantkit.storage.resume import passing_workspace
+from quantkit.tuning.settings import tune_settings
+from quantkit.tuning.whole_model import tune_model
+from scripts.common import command_line, environment_of, markdown_table, run_script, write_document
+
+SEQ_LEN = 512
+
+
+def calibrated(options: argparse.Namespace, original: Any, tokenizer: Any) -> Calibration:
+    """Statistics of the first windows, with all windows."""
+    corpus = load_text(None, options.calibration_text, split="train")
+    found = calibrate(
+        in_memory_stream(original),
+        tokenizer,
+        corpus,
+        name=options.model,
+        windows=options.statistics_windows,
+        seq_len=options.calibration_seq_len,
+        seed=0,
+    )
+    assert found is not None  # of the first rank, and there is one
+    ids = tokenize(tokenizer, corpus.text, name=corpus.name)
+    chosen = shuffled_windows(ids, options.calibration_seq_len, options.windows, seed=0, name=corpus.name)
+    return replace(found, windows=chosen.to(torch.int32))
+
+
+def quantized(recipe: Recipe, original: Any, artifact: Calibration) -> tuple[Any, float]:
+    """A copy of the model with its Linears quantized, on the CPU, and their bits per weight.
+
+    Raises RecipeError for a recipe that edits the whole model first: here all of it is in memory, part after part.
+    """
+    model = copy.deepcopy(original)
+    plans = plan_layers(recipe, list(block_linears(model)))
+    if any(plan.method in ("bipolar", "flatten") or getattr(plan.settings, "rotate", False) for plan in plans.values()):
+        raise RecipeError(
+            f"recipe {recipe.name}: edits the whole model first; use quantkit quantize and eval divergence"
+        )
+    work = BlockWork(in_memory_stream(model), plans, artifact, torch.float32, torch.float32, attention=False)
+    with passing_workspace({}) as pieces:
+        done = quantize_blocks(work, pieces)
+    stored = sum(8 * stored_bytes(layer.spec, layer.shape) for layer in done.stored.values())
+    return model.to("cpu"), stored / sum(layer.shape[0] * layer.shape[1] for layer in done.stored.values())
+
+
+def scores(original: Any, model: Any, tokenizer: Any, texts: list[Corpus], options: argparse.Namespace) -> list[Any]:
+    """The divergence of a model from the original on each text."""
+    expanded = copy.deepcopy(model)
+    expand_weights(expanded)
+    expanded.to(options.device)
+    rows = []
+    for text in texts:
+        result = divergence(
+            original, expanded, tokenizer, text, seq_len=options.seq_len, max_windows=options.max_windows
+        )
+        rows.append({key: value for key, value in asdict(result).items() if key != "histogram"})
+    return rows
+
+
+def measure(name: str, original: Any, artifact: Calibration, context: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """The rows of one recipe: as quantized, and tuned where it asks for that."""
+    tokenizer, texts, options = context
+    recipe = load_recipe(*_parts(name))
+    row: dict[str, Any] = {"recipe": name, "environment": environment_of(options.device), "command": command_line()}
+    started = time.perf_counter()
+    model, bits = quantized(recipe, original, artifact)
+    row |= {"bits_per_weight": bits, "quantize_seconds": time.perf_counter() - started}
+    rows = [{**row, "tuning": None, "evaluations": scores(original, model, tokenizer, texts, options)}]
+    if recipe.tune is not None:
+        started = time.perf_counter()
+        settings = tune_settings(name, recipe.tune)
+        report = tune_model(original, model, artifact.windows, settings, dtype=stored_dtype(options.model))
+        tuning = {**report.to_json(), "settings": asdict(settings), "seconds": time.perf_counter() - started}
+        rows.append({**row, "tuning": tuning, "evaluations": scores(original, model, tokenizer, texts, options)})
+    return rows
+
+
+def _parts(name: str) -> tuple[str, list[str]]:
+    recipe, *settings = name.split("+")
+    return recipe, settings
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table, a group of three columns per text."""
+    texts = [score["text"] for score in rows[0]["evaluations"]]
+    heads = [f"{text}: {kind}" for text in texts for kind in ("perplexity", "mean KL", "same top token")]
+    lines = []
+    for row in rows:
+        seconds = row["quantize_seconds"] + (row["tuning"]["seconds"] if row["tuning"] else 0)
+        cells = [row["recipe"], "yes" if row["tuning"] else "no", f"{row['bits_per_weight']:.2f}", f"{seconds:.0f}"]
+        for score in row["evaluations"]:
+            cells += [f"{score['perplexity']:.2f}", f"{score['mean_kl']:.4f}", f"{score['same_top1']:.1%}"]
+        lines.append(cells)
+    return markdown_table(("recipe", "tuned", "bits/weight", "s", *heads), lines, left=2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--texts", type=Path, nargs="+", required=True)
+    parser.add_argument("--calibration-text", type=Path, required=True)
+    parser.add_argument("--windows", type=int, default=256, help="of the calibration text")
+    parser.add_argument("--statistics-windows", type=int, default=16, help="that statistics of inputs are taken of")
+    parser.add_argument("--calibration-seq-len", type=int, default=SEQ_LEN)
+    parser.add_argument("--recipes", nargs="+", required=True)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--max-windows", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no recipe later than this")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    started = time.perf_counter()
+    original, tokenizer = load_model(options.model, dtype=torch.float32, device=options.device)
+    artifact = calibrated(options, original, tokenizer)
+    context = (tokenizer, [load_text(None, text, split="test") for text in options.texts], options)
+    rows: list[dict[str, Any]] = []
+    for name in options.recipes:
+        if time.perf_counter() - started < options.seconds:
+            rows += measure(name, original, artifact, context)
+            write_document(options.json, {"model": Path(options.model).name, "rows": rows})
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    run_script(main)

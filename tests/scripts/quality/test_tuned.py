@@ -1,0 +1,48 @@
+"""Rows of tuned recipes stand beside the same recipe without tuning."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quantkit.errors import RecipeError
+from quantkit.recipe import load_recipe
+from scripts.quality import tuned
+from tests.tiny import build_model
+
+
+def test_each_recipe_has_a_row_without_and_one_with_tuning(
+    tiny_model: Callable[[str], Path],
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    document = tmp_path / "t.json"
+    arguments = [str(tiny_model("llama")), "--texts", str(text_file), "--calibration-text", str(text_file)]
+    arguments += ["--windows", "8", "--statistics-windows", "2", "--calibration-seq-len", "16", "--seq-len", "16"]
+    arguments += ["--max-windows", "2", "--json", str(document), "--recipes"]
+    arguments += ["bcq-w2-g64+group_size=32+tune={epochs: 2}", "rtn-w4-g128+group_size=32"]
+    monkeypatch.setattr(sys, "argv", ["tuned.py", *arguments])
+    tuned.main()
+    plain, after, other = json.loads(document.read_text())["rows"]
+    assert (plain["tuning"], other["tuning"]) == (None, None)
+    assert after["tuning"]["settings"]["epochs"] == 2
+    assert after["tuning"]["after"] <= after["tuning"]["before"]
+    assert plain["bits_per_weight"] == after["bits_per_weight"]
+    assert plain["evaluations"][0]["reference_perplexity"] == after["evaluations"][0]["reference_perplexity"]
+    assert plain["evaluations"][0]["mean_kl"] != after["evaluations"][0]["mean_kl"]
+    table = capsys.readouterr().out
+    assert "| rtn-w4-g128+group_size=32 | no |" in table
+    assert table.count("| yes |") == 1
+
+
+def test_a_recipe_that_edits_the_whole_model_is_refused() -> None:
+    model = build_model("llama")
+    for recipe in (load_recipe("bipolar-w4a8"), load_recipe("bcq-w4-g128", ["rotate=true"])):
+        with pytest.raises(RecipeError, match="edits the whole model first"):
+            tuned.quantized(recipe, model, None)

@@ -1,0 +1,102 @@
+"""A bcq Linear with gradients: the same weight as stored, exact gradients, codes that are chosen again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.formats.table import dequantize
+from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
+from quantkit.tuning.layer import TunedLinear
+
+N, K = 6, 40  # the last group of a row is shorter
+# Of a loss of about 10 in fp32, differences over a step of 1e-2: 2^-24 * 10 / 1e-2, and some room.
+GRADIENT_ATOL = 1e-3
+STEP = 1e-2
+SETTINGS = [
+    BcqSettings(weight_bits=2, group_size=16),
+    BcqSettings(weight_bits=3, group_size=16, offset=False),
+    BcqSettings(weight_bits=2, group_size=16, scale_bits=8),
+    BcqSettings(weight_bits=1, group_size=-1),
+]
+IDS = ["offset", "no-offset", "coded-scales", "row"]
+
+
+def linear(settings: BcqSettings) -> tuple[QuantizedLinear, Tensor]:
+    """A quantized Linear with a bias, and the weight that it was made of."""
+    weight = torch.randn(N, K)
+    packed = quantize(LayerInput("layer", weight), settings)
+    return QuantizedLinear.from_packed(packed, torch.randn(N), torch.float32), weight
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=IDS)
+@pytest.mark.parametrize("chosen_again", [True, False], ids=["codes", "fixed"])
+def test_tuned_linear_starts_as_the_stored_weight_and_packs_to_its_bits(
+    settings: BcqSettings, chosen_again: bool
+) -> None:
+    quantized, weight = linear(settings)
+    tuned = TunedLinear(quantized, weight if chosen_again else None)
+    assert torch.equal(tuned.dequantize(), quantized.dequantize())
+    for name, tensor in tuned.packed().tensors.items():
+        assert torch.equal(tensor, quantized.tensors[name]), name
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=IDS)
+def test_gradients_of_scales_and_offset_are_those_of_finite_differences(
+    settings: BcqSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the rounding of scales, which passes gradients straight through, the weight is linear in them."""
+    quantized, _ = linear(settings)
+    tuned, x, wanted = TunedLinear(quantized, None), torch.randn(5, K), torch.randn(5, N)
+    monkeypatch.setattr("quantkit.quantizers.bcq.scales.ScaleGrid.round_scales", lambda _grid, scales: scales)
+    monkeypatch.setattr("quantkit.quantizers.bcq.scales.ScaleGrid.round_offset", lambda _grid, offset: offset)
+
+    def loss() -> Tensor:
+        return (tuned(x) - wanted).square().mean()
+
+    loss().backward()
+    for name in ("scales", "offset") if settings.offset else ("scales",):
+        parameter = getattr(tuned, name)
+        assert parameter.grad is not None
+        numeric = torch.zeros_like(parameter)
+        with torch.no_grad():
+            for index in range(parameter.numel()):
+                value = parameter.view(-1)[index].item()
+                ends = []
+                for step in (STEP, -STEP):
+                    parameter.view(-1)[index] = value + step
+                    ends.append(loss().item())
+                parameter.view(-1)[index] = value
+                numeric.view(-1)[index] = (ends[0] - ends[1]) / (2 * STEP)
+        torch.testing.assert_close(parameter.grad, numeric, atol=GRADIENT_ATOL, rtol=0)
+
+
+def test_latent_weights_get_the_gradient_of_the_weight() -> None:
+    quantized, weight = linear(SETTINGS[0])
+    tuned, gradient = TunedLinear(quantized, weight), torch.randn(N, K)
+    tuned.dequantize().backward(gradient)
+    assert tuned.latent is not None
+    assert tuned.latent.grad is not None
+    assert torch.equal(tuned.latent.grad[:, :K], gradient)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=IDS)
+def test_what_is_packed_is_what_was_multiplied(settings: BcqSettings) -> None:
+    """After a step that moves scales, offsets and codes, all of them off their grids, and some scales below 0."""
+    quantized, weight = linear(settings)
+    tuned = TunedLinear(quantized, weight)
+    before = tuned.codes.clone()
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    multiplied = tuned.dequantize().detach()
+    assert not torch.equal(tuned.codes, before)
+    assert torch.equal(dequantize(tuned.packed()), multiplied)
+    stored = tuned.quantized()
+    assert torch.equal(stored.dequantize(), multiplied)
+    assert stored.bias is not None
+    assert tuned.bias is not None
+    assert torch.equal(stored.bias, tuned.bias)

@@ -1,0 +1,127 @@
+"""Tuning end to end on tiny models: never worse on held-out windows, deterministic, nothing else changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.errors import RecipeError, StatsError
+from quantkit.models.experts import separate_experts
+from quantkit.models.families import block_linears, linear_bias, linear_weight
+from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
+from quantkit.tuning.optimize import split_windows
+from quantkit.tuning.settings import TuneSettings, tune_settings
+from quantkit.tuning.whole_model import divergence_loss, tune_model
+from tests.tiny import VOCABULARY, build_model
+
+SETTINGS = TuneSettings(epochs=4, batch=2, rate=0.01, code_rate=0.01)
+WINDOWS, SEQ_LEN = 12, 16
+# Held-out losses are means of fp32 sums in two orders of windows.
+LOSS_RTOL = 1e-4
+
+
+def models(family: str, bits: int = 2) -> tuple[Any, Any]:
+    """(original, its quantized twin)."""
+    original = build_model(family).eval()
+    separate_experts(original)
+    twin = copy.deepcopy(original)
+    for name, module in block_linears(twin).items():
+        layer = LayerInput(name, linear_weight(module).detach().float().contiguous())
+        packed = quantize(layer, BcqSettings(weight_bits=bits, group_size=32))
+        twin.set_submodule(name, QuantizedLinear.from_packed(packed, linear_bias(module), torch.float32))
+    return original, twin
+
+
+def text() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (WINDOWS, SEQ_LEN))
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "bloom", "qwen3_moe", "lfm2"])
+def test_tuning_lowers_the_held_out_divergence(family: str) -> None:
+    original, model = models(family)
+    windows = text()
+    held_out = windows[split_windows(WINDOWS, SETTINGS.held_out)[1]]
+    before = divergence_loss(original, model, held_out).item()
+    report = tune_model(original, model, windows, SETTINGS, dtype=torch.float32)
+    after = divergence_loss(original, model, held_out).item()
+    assert report.before == pytest.approx(before, rel=LOSS_RTOL)
+    assert report.after == pytest.approx(after, rel=LOSS_RTOL)
+    assert report.kept > 0
+    assert after < before
+    assert all(isinstance(model.get_submodule(name), QuantizedLinear) for name in block_linears(original))
+
+
+@pytest.mark.parametrize("codes", [True, False], ids=["codes", "fixed"])
+def test_tuning_that_makes_it_worse_is_dropped(codes: bool) -> None:
+    original, model = models("opt", bits=6)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wild = TuneSettings(epochs=2, batch=2, rate=3.0, code_rate=3.0, codes=codes)
+    report = tune_model(original, model, text(), wild, dtype=torch.float32)
+    assert (report.kept, report.after) == (0, report.before)
+    assert min(report.passes) >= report.before
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_tuning_is_deterministic() -> None:
+    windows, results = text(), []
+    for _ in range(2):
+        torch.manual_seed(1)
+        original, model = models("llama")
+        torch.rand(7)  # the global generator is not what decides
+        tune_model(original, model, windows, SETTINGS, dtype=torch.float16)
+        results.append(model.state_dict())
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name
+
+
+def test_codes_stay_where_only_scales_are_tuned() -> None:
+    original, model = models("opt")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    tune_model(original, model, text(), TuneSettings(epochs=2, codes=False, rate=0.01), dtype=torch.float32)
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    kinds = {name.rpartition(".")[2] for name in changed}
+    assert {"scales", "offset", "bias", "weight"} == kinds  # weight: of norms
+    assert not any(name.endswith(("embed_tokens.weight", "embed_positions.weight")) for name in changed)
+
+
+def test_norms_and_biases_are_what_their_dtype_holds() -> None:
+    original, model = models("opt")
+    tune_model(original, model, text(), SETTINGS, dtype=torch.float16)
+    vectors = {name: tensor for name, tensor in model.state_dict().items() if tensor.ndim == 1}
+    assert vectors
+    for name, tensor in vectors.items():
+        assert torch.equal(tensor, tensor.half().float()), name
+
+
+def test_the_last_windows_are_held_out() -> None:
+    used, held_out = split_windows(32, 0.125)
+    assert used.tolist() == list(range(28))
+    assert held_out.tolist() == [28, 29, 30, 31]
+    assert [len(part) for part in split_windows(2, 0.9)] == [1, 1]
+    with pytest.raises(StatsError, match="2 windows or more"):
+        split_windows(1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epoch": 3}, " has no setting 'epoch'; did you mean"),
+        ({"batch": 1.5}, "batch is 1.5, expected int"),
+        ({"codes": 1}, "codes is 1, expected bool"),
+        ({"rate": float("nan")}, "rate is nan"),
+        ({"batch": 0}, "batch is 0"),
+        ({"held_out": 1}, "held_out is 1"),
+        ({"epochs": 0}, "epochs is 0"),
+        ({"rate": -0.1}, "neither is below 0"),
+    ],
+    ids=["unknown", "float", "int", "nan", "batch", "held_out", "nothing", "negative"],
+)
+def test_settings_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=f"recipe r: tune.*{message}"):
+        tune_settings("r", values)
