@@ -58,7 +58,10 @@ ROUTE = CompileUnit(KernelSource("bcq/route.cu", CONSTANTS), "bcqRoute")
 MOST_EXPERTS = 1024
 """Whose counts a block of bcqRoute keeps."""
 _MOST_GEMV_PAIRS = 65535  # blocks along the third dimension of a grid
-_MANY_REGISTERS = {(4, 256, 16), (3, 32, 8)}  # bits, segment, scale bits: more than a thread of 16 warps has
+_MANY_REGISTERS = {  # of a target: bits, segment, scale bits that take more than a thread of 16 warps has
+    "sm_80": {(4, 256, 16), (3, 32, 8), (2, 128, 16), (1, 128, 8)},
+    "sm_90a": {(4, 256, 16), (3, 32, 8)},
+}
 _FEWER_WARPS = 8
 _GEMV_SHARE = 2  # pairs an expert up to which products of one token are faster on an H200: many weights come from L2
 
@@ -233,7 +236,7 @@ def _most_tiles(pairs: int, experts: int, tile_tokens: int) -> int:
 
 
 def _tile(case: GemvCase, row: Architecture) -> GemvTile:
-    wide = (case.weight_bits, case.segment, case.scale_bits) in _MANY_REGISTERS
+    wide = (case.weight_bits, case.segment, case.scale_bits) in _MANY_REGISTERS.get(row.target, ())
     return gemv_tile(case, row, most_warps=_FEWER_WARPS) if wide else gemv_tile(case, row)
 
 
