@@ -26,8 +26,9 @@ SPEED_FILE, SPEED_SHAPE, SPEED_ROWS = "bcq-linear-h200.json", "12288x12288", 256
 SPEED_LINES = {  # what was measured: its name and colour here
     "fp16": ("fp16", "#555555"),
     "humming-4": ("Humming, 4 bits", "#e6550d"),
-    "nuqmm-q4-g128": ("4 bits", "#08519c"),
-    "nuqmm-q2-g128": ("2 bits", "#6baed6"),
+    "nuqmm-q4-g128": ("4 bits, order for latency", "#08519c"),
+    "nuqmm-q4-g128 batch": ("4 bits, order for batches", "#3182bd"),
+    "nuqmm-q2-g128": ("2 bits, order for latency", "#9e9ac8"),
 }
 SERVING_FILE, SERVING_MODEL = "serving-h200.json", "llama-3-8b"
 SERVING_LINES = {  # a setting of scripts/serve_bench.py on one GPU: its name and colour here
