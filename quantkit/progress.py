@@ -19,10 +19,13 @@ LINE_SECONDS = 30.0
 Item = TypeVar("Item")
 
 
-def track(items: Iterable[Item], description: str, total: int | None = None) -> Iterator[Item]:
+def track(
+    items: Iterable[Item], description: str, total: int | None = None, *, every: float | None = None
+) -> Iterator[Item]:
     """Yield the items while stderr shows how many are done and the time left.
 
-    Where stderr is no terminal that is a line every 30 seconds, also while one item takes longer.
+    Where stderr is no terminal that is a line every so many seconds, also while one item takes longer; by default
+    LINE_SECONDS.
     """
     if not is_first_rank():
         yield from items
@@ -30,7 +33,7 @@ def track(items: Iterable[Item], description: str, total: int | None = None) -> 
     console = Console(stderr=True)
     if not console.is_terminal:
         count = len(items) if total is None and isinstance(items, Sized) else total
-        yield from _tell(items, description, count)
+        yield from _tell(items, description, count, every or LINE_SECONDS)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -52,7 +55,7 @@ def say(line: str) -> None:
         print(f"quantkit: {line}", file=sys.stderr, flush=True)
 
 
-def _tell(items: Iterable[Item], description: str, total: int | None) -> Iterator[Item]:
+def _tell(items: Iterable[Item], description: str, total: int | None, seconds: float) -> Iterator[Item]:
     done = 0
     began = time.monotonic()
 
@@ -61,19 +64,19 @@ def _tell(items: Iterable[Item], description: str, total: int | None) -> Iterato
         left = f", about {_clock(gone / done * (total - done))} left" if done and total is not None else ""
         return f"{description}: {done}{'' if total is None else f' of {total}'} done in {_clock(gone)}{left}"
 
-    with _repeated(lambda: say(line())):
+    with _repeated(lambda: say(line()), seconds):
         for item in items:
             yield item
             done += 1
 
 
 @contextmanager
-def _repeated(call: Callable[[], None]) -> Iterator[None]:
-    """Call it every LINE_SECONDS, in a thread, while entered."""
+def _repeated(call: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Call it every so many seconds, in a thread, while entered."""
     ended = threading.Event()
 
     def repeat() -> None:
-        while not ended.wait(LINE_SECONDS):
+        while not ended.wait(seconds):
             call()
 
     thread = threading.Thread(target=repeat, daemon=True)

@@ -22,6 +22,12 @@ def test_a_line_comes_while_one_item_takes_long(
     assert "left" in lines[0]
 
 
+def test_a_caller_may_ask_for_lines_more_often(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in progress.track(range(1), "work", every=0.05):
+        time.sleep(0.5)
+    assert "work: 0 of 1 done" in capsys.readouterr().err
+
+
 def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(progress.track(iter("abc"), "work")) == ["a", "b", "c"]
     assert capsys.readouterr().err == ""

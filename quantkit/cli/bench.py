@@ -26,6 +26,8 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+LINE_SECONDS = 10.0  # between lines of progress where stderr is no terminal
+
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")]
 PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw the results.")]
 
@@ -72,7 +74,7 @@ def linear(
     bench = LinearBench(parse_shapes(shapes), method_names(methods, bits), counts, where, energy)
     facts = environment(where)
     total = len(bench.shapes) * len(bench.methods) * len(counts)
-    results = list(track(run_linear(bench), "compiling and timing", total))
+    results = list(track(run_linear(bench), "compiling and timing", total, every=LINE_SECONDS))
     print_facts(facts)
     _print_linear(results)
     if where.type == "cpu":
@@ -119,7 +121,7 @@ def experts(
     bench = ExpertsBench(experts_shapes(shapes), method_names(methods), _integers("--tokens", tokens), where)
     facts = environment(where)
     total = len(bench.shapes) * len(bench.methods) * len(bench.tokens)
-    results = list(track(run_experts(bench), "compiling and timing", total))
+    results = list(track(run_experts(bench), "compiling and timing", total, every=LINE_SECONDS))
     print_facts(facts)
     _print_experts(results)
     write_json(json_path, to_json(facts, results=[asdict(result) for result in results]))
