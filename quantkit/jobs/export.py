@@ -37,7 +37,7 @@ def export_model(checkpoint: Path, out: Path, *, to: str, exact: bool = False) -
         raise CheckpointError(f"`to` is {to!r}; known: {', '.join(TARGETS)}")
     started = time.perf_counter()
     with (
-        output_folder(out, replace=False, foreign=lambda _: None, source=checkpoint) as output,
+        output_folder(out, replace=False, foreign=None, source=checkpoint) as output,
         opened_checkpoint(checkpoint) as source,
     ):
         made = plan_export(source, to, exact=exact)

@@ -40,7 +40,7 @@ Foreign = Callable[[Path], str | None]
 class OutputFolder:
     """A folder in the making: write into ``work``, then ``publish`` it to ``place``."""
 
-    def __init__(self, place: Path, work: Path, replaced: int | None, foreign: Foreign):
+    def __init__(self, place: Path, work: Path, replaced: int | None, foreign: Foreign | None):
         """replaced: inode of the folder that stands at the place and gives way to this one, or None."""
         self.place, self.work = place, work
         self._replaced, self._foreign = replaced, foreign
@@ -75,7 +75,8 @@ class OutputFolder:
     def _is_replaceable(self, folder: Path) -> bool:
         """Whether the folder is the one that was there at the start, and nothing of others came into it."""
         found = status(folder)
-        return found is not None and found.st_ino == self._replaced and self._foreign(folder) is None
+        ours = self._foreign is not None and self._foreign(folder) is None
+        return ours and found is not None and found.st_ino == self._replaced
 
     def _keep(self) -> NoReturn:
         kept = self.place.with_name(f"{self.place.name[:_KEPT_NAME]}-{secrets.token_hex(TOKEN_BYTES)}")
@@ -84,11 +85,13 @@ class OutputFolder:
 
 
 @contextmanager
-def output_folder(out: Path, *, replace: bool, foreign: Foreign, source: Path | None = None) -> Iterator[OutputFolder]:
+def output_folder(
+    out: Path, *, replace: bool, foreign: Foreign | None, source: Path | None = None
+) -> Iterator[OutputFolder]:
     """A folder to write ``out`` into, checked and locked at once; without ``publish`` nothing of it is left.
 
-    replace: whether a folder of ours that stands there gives way. source: the model that is read, which is never
-    replaced, nor a folder above it.
+    replace: whether a folder of ours that stands there gives way. foreign: None where none ever does. source: the model
+    that is read, which is never replaced, nor a folder above it.
     Raises OutputError for a place that cannot be written, holds something else, or is being written by another process.
     """
     failure = f"output {out} cannot be written"
@@ -153,11 +156,13 @@ def write_file(out: Path, content: bytes, parameter: str = "`out`") -> None:
             work.write_bytes(content)
 
 
-def _replaceable(out: Path, place: Path, replace: bool, foreign: Foreign) -> int | None:
+def _replaceable(out: Path, place: Path, replace: bool, foreign: Foreign | None) -> int | None:
     """The inode of the folder that gives way, None where there is none or an empty one."""
     found = status(place)
     if found is None or is_absent_or_empty(place):
         return None
+    if foreign is None:
+        raise OutputError(f"output {out}: the folder is not empty; choose another name or remove it")
     if not replace:
         raise OutputError(f"output {out}: the folder is not empty; pass `overwrite` to replace it")
     problem = foreign(place)

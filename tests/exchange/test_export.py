@@ -192,7 +192,7 @@ def test_rounding_is_refused_when_exactness_is_asked_for(tiny_model: Model, tmp_
     assert result.exit_code == 0, result.output
     assert "rounding  " in result.stdout
     assert json.loads((tmp_path / "numbers.json").read_text())["rounding"] > 0
-    assert "not empty" in refusal(*arguments)
+    assert "not empty; choose another name or remove it" in refusal(*arguments)
 
 
 def test_a_checkpoint_that_was_altered_is_not_exported(tiny_model: Model, tmp_path: Path) -> None:
