@@ -92,15 +92,6 @@ def test_a_quantized_embedding_is_refused() -> None:
         config.get_quant_method(nn.Embedding(1, 1), "model.embed_tokens")
 
 
-def test_quantized_experts_are_refused() -> None:
-    class FusedMoE(torch.nn.Module):
-        """Stands for vLLM's layer of this name."""
-
-    config = config_of(stored("model.layers.0.mlp.experts.3.gate_proj", BCQ, (Q_ROWS, K)))
-    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.experts: is quantized, and vLLM runs it as FusedMoE"):
-        config.get_quant_method(FusedMoE(), "model.layers.0.mlp.experts")
-
-
 def test_a_shape_that_the_models_config_does_not_build_is_refused() -> None:
     linears = stored("model.layers.0.mlp.fc", BCQ, (Q_ROWS, K))
     with pytest.raises(CheckpointError, match=r"builds it as \(32, 128\), stored is \(64, 128\)"):

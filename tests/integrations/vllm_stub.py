@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 SETTINGS = SimpleNamespace(
@@ -46,6 +47,36 @@ class ParallelLMHead(nn.Module):
         self.shard_indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end)
 
 
+class RoutedExperts(nn.Module):
+    """vLLM's layer of a block's experts as the plugin sees it; experts: number on all ranks, own: those of this one."""
+
+    swiglu_limit = None
+    apply_router_weight_on_input = False
+
+    def __init__(self, experts: int, own: list[int] | None = None, rank: int = 0, ranks: int = 1):
+        super().__init__()
+        mine = list(range(experts)) if own is None else own
+        places = torch.full((experts,), -1, dtype=torch.int32)
+        places[mine] = torch.arange(len(mine), dtype=torch.int32)
+        self.local_num_experts, self.expert_map = len(mine), None if own is None else places
+        self.expert_map_manager = SimpleNamespace(map_global_to_local=lambda expert: int(places[expert]))
+        self.moe_config = SimpleNamespace(
+            num_experts=experts,
+            tp_rank=rank,
+            tp_size=ranks,
+            has_bias=False,
+            is_lora_enabled=False,
+            activation=SimpleNamespace(value="silu"),
+        )
+
+
+class FusedMoEMethodBase:
+    """vLLM's base of the methods of experts."""
+
+    def __init__(self, moe: Any) -> None:
+        self.moe = moe
+
+
 class Logger:
     """vLLM's, which says a thing once."""
 
@@ -75,6 +106,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm.logger": {"init_logger": lambda name: Logger()},
         "vllm.model_executor": {},
         layers: {},
+        f"{layers}.fused_moe": {"RoutedExperts": RoutedExperts, "FusedMoEMethodBase": FusedMoEMethodBase},
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
         f"{layers}.linear": {
             "LinearBase": LinearBase,
             "LinearMethodBase": object,
@@ -88,7 +121,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType(name)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("config", "linear"):
+    for name in ("config", "linear", "experts"):
         monkeypatch.delitem(sys.modules, f"quantkit.integrations.vllm.{name}", raising=False)
 
 

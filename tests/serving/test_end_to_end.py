@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, OPTConfig
+from transformers import LlamaConfig, MixtralConfig, OPTConfig, Qwen3MoeConfig
 
 import quantkit
 from quantkit.calibration.artifact import save_calibration
@@ -38,16 +38,20 @@ CORES = os.cpu_count() or 1
 RANK = 8
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 # vLLM's attention on a CPU takes heads of 32; four of them, two of k and v
-LLAMA = LlamaConfig(
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=POSITIONS,
-    bos_token_id=0,
-    eos_token_id=0,
+SIZES = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+LLAMA = LlamaConfig(**SIZES, intermediate_size=256)
+# eight ranks have a head of q each, two of them the same one of k and v; the columns of each have groups of 32
+WIDE = LlamaConfig(
+    **{**SIZES, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}, intermediate_size=512
 )
 OPT = OPTConfig(
     hidden_size=128,
@@ -61,10 +65,16 @@ OPT = OPTConfig(
     eos_token_id=0,
     pad_token_id=1,
 )
+MIXTRAL = MixtralConfig(**SIZES, intermediate_size=256, num_local_experts=4, num_experts_per_tok=2)
+QWEN_MOE = Qwen3MoeConfig(
+    **SIZES, head_dim=32, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, norm_topk_prob=False
+)
+MODELS = {"llama": LLAMA, "wide": WIDE, "opt": OPT, "mixtral": MIXTRAL, "qwen-moe": QWEN_MOE}
 BCQ = {"schema": 1, "method": "bcq", "settings": {"weight_bits": 4, "group_size": 64}}
 RTN = {"schema": 1, "method": "rtn", "settings": {"weight_bits": 4, "group_size": 64}}
 HEAD = {**RTN, "keep": [], "head_bits": 6}
 FLATTEN = {"schema": 1, "method": "flatten", "settings": {"bits": 8}}
+EXPERTS = {**RTN, "layers": [{"match": "*.down_proj", "weight_bits": 3, "group_size": 32}]}
 MIXED = {
     **RTN,
     "keep": ["lm_head", "*.1.mlp.gate_proj"],
@@ -77,10 +87,13 @@ MIXED = {
 # None with a range per token: sums in another order then change codes, and tokens that are nearly as probable.
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # family, recipe, whether it needs calibration
     "llama": ("llama", BCQ, False),
+    "wide": ("wide", BCQ, False),
     "opt": ("opt", BCQ, False),
     "mixed": ("llama", MIXED, False),
     "flatten": ("llama", FLATTEN, True),
     "head": ("llama", HEAD, False),
+    "mixtral": ("mixtral", BCQ, False),
+    "qwen-moe": ("qwen-moe", EXPERTS, False),
 }
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -96,9 +109,7 @@ ENVIRONMENT = {
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The checkpoints, by what they hold."""
     root = tmp_path_factory.mktemp("checkpoints")
-    sources = {
-        config.model_type: save_model(config, root / config.model_type, chat_template=CHAT) for config in (LLAMA, OPT)
-    }
+    sources = {name: save_model(config, root / name, chat_template=CHAT) for name, config in MODELS.items()}
     loaded, tokenizer = load_model(str(sources["llama"]))
     text = Corpus("sample", (sample_text(),))
     stream = in_memory_stream(loaded)
@@ -166,7 +177,11 @@ def test_a_compiled_model_gives_the_same_tokens(folders: dict[str, Path], tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("llama", 2), ("mixed", 2), ("flatten", 2), ("head", 2), ("llama", 4), ("head", 4)]
+    ("name", "ranks"),
+    [
+        *(("llama", 2), ("mixed", 2), ("flatten", 2), ("head", 2), ("mixtral", 2), ("qwen-moe", 2)),
+        *(("llama", 4), ("head", 4), ("mixtral", 4), ("wide", 8)),
+    ],
 )
 def test_several_ranks_give_the_same_tokens(name: str, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
     # vLLM wants a NUMA node for each rank otherwise

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
@@ -19,6 +20,7 @@ from quantkit.checkpoint.config import QUANT_METHOD, StoredLayer, config_from_js
 from quantkit.checkpoint.read import check_tensors, read_document, read_headers, start_verifying, weight_files
 from quantkit.cuda.architectures import ARCHITECTURES
 from quantkit.errors import CheckpointError
+from quantkit.integrations.vllm.experts import QuantkitExpertsMethod
 from quantkit.integrations.vllm.linear import QuantkitHeadMethod, QuantkitLinearMethod
 from quantkit.storage.tensors import verifies
 
@@ -91,8 +93,12 @@ class QuantkitConfig(QuantizationConfig):
         if isinstance(layer, ParallelLMHead) and prefix in self.layers:
             self.placed.add(prefix)
             return QuantkitHeadMethod(self, [prefix], [self.layers[prefix]])
+        inside = {name for name in self.layers if name.startswith(f"{prefix}.")}
+        if isinstance(layer, RoutedExperts) and inside:
+            self.placed |= inside
+            return QuantkitExpertsMethod(self, prefix, layer.moe_config)
         if not isinstance(layer, LinearBase):
-            if any(name == prefix or name.startswith(f"{prefix}.") for name in self.layers):
+            if prefix in self.layers or inside:
                 raise CheckpointError(
                     f"{prefix}: is quantized, and vLLM runs it as {type(layer).__name__}, which quantkit does not "
                     "serve; keep it in floating point"

@@ -86,12 +86,15 @@ class Part:
     arrived: dict[str, Tensor] = field(default_factory=dict)
 
     @property
+    def kept_spec(self) -> Any:
+        """The spec of what this rank keeps, known before anything is read; None in floating point."""
+        return None if self.stored is None else shard_spec(self.stored.spec, self.shape[1], self.in_span)
+
+    @property
     def finer_group(self) -> int | None:
         """The group size of this rank's columns, where cutting them made groups finer than the stored ones."""
         stored = getattr(self.stored and self.stored.spec, "group_size", None)
-        kept = (
-            None if stored is None or self.stored is None else shard_spec(self.stored.spec, self.shape[1], self.in_span)
-        )
+        kept = None if stored is None else self.kept_spec
         return None if kept is None or kept.group_size in (stored, ROW_WISE) else int(kept.group_size)
 
     @property
@@ -137,7 +140,7 @@ class Part:
         if self.stored is None:
             self.held = {_PLAIN: torch.full(self.kept_shape, _DUMMY_FLOAT, dtype=self.dtype, device=self.device)}
             return
-        self.spec = shard_spec(self.stored.spec, self.shape[1], self.in_span)
+        self.spec = self.kept_spec
         row = FORMATS[format_name(self.spec)]
         sizes = row.tensors(self.spec, (out_features, in_features))
         self.held = {name: _made_up(name, size, row.indices, self) for name, size in sizes.items()}
@@ -200,6 +203,25 @@ def head_part(
     _check_layer(name, layer, built, in_span)
     if out_span[0] >= out_span[1]:
         raise CheckpointError(f"{name}: its {built[0]} rows do not reach all GPUs; serve it on fewer")
+    return Part(name, layer, built, (out_span,), in_span, dtype, device)
+
+
+def expert_part(
+    name: str,
+    layer: StoredLayer,
+    built: tuple[int, int],
+    cut: Span,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    along_k: bool,
+) -> Part:
+    """The part of one expert's Linear. built: (N, K) of the whole. cut: this rank's of K, or else of N.
+
+    Raises CheckpointError where the stored shape is not the one that the model's config builds, or cannot be cut.
+    """
+    out_span, in_span = ((0, built[0]), cut) if along_k else (cut, (0, built[1]))
+    _check_layer(name, layer, built, in_span)
     return Part(name, layer, built, (out_span,), in_span, dtype, device)
 
 
