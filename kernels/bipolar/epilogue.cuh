@@ -13,12 +13,30 @@ constexpr int kRunRows = kOrderRows;               // rows of B that they are am
 constexpr int kSlabTokens = QK_SLAB_TOKENS, kSlabFeatures = kWgmmaRows;
 constexpr int kSlabPadding = QK_SLAB_PADDING;     // bytes between rows of a slab: no bank conflicts
 
-// What the recovery needs to know of one row of an operand.
-struct alignas(16) Line {
+// What the recovery needs to know of one row of an operand; of a token with a zero point z also 2 z.
+template <bool kZero>
+struct alignas(16) LineOf {
     int term;
     float scale;
     float bias;
 };
+template <>
+struct alignas(16) LineOf<true> {
+    int term;
+    float scale;
+    float bias;
+    int twiceZero;
+};
+
+// The product's integer from the sum of products of codes.
+template <bool kZero>
+__device__ __forceinline__ int integerOf(int dot, const LineOf<kZero>& token, const LineOf<kZero>& feature) {
+    if constexpr (kZero) {
+        return 4 * dot + token.term + feature.term * token.twiceZero;
+    } else {
+        return 4 * dot + token.term + feature.term;
+    }
+}
 
 // v as a float. Conversions run at a fraction of the rate of additions, so small values take the bits of 1.5 * 2^23
 // instead, which tokenTerm then carries (kSmallBits): exact up to |v| = 2^22. multiply() sees to that.
@@ -63,11 +81,11 @@ __device__ __forceinline__ void storeRun(bool inside, uint8* y, size_t index, co
 
 // B is W. kRuns: N is a multiple of eight, so every thread stores runs of eight features of its two tokens, all inside
 // or all outside y; else, and in fp32, one element at a time.
-template <bool kRuns, bool kSmall, int kRowsB, int kDtype>
-__device__ __forceinline__ void writeRuns(const int* dots, const Line* linesA, const Line* linesB, const Place& p,
-                                          int thread) {
+template <bool kRuns, bool kSmall, int kRowsB, int kDtype, bool kZero>
+__device__ __forceinline__ void writeRuns(const int* dots, const LineOf<kZero>* linesA, const LineOf<kZero>* linesB,
+                                          const Place& p, int thread) {
     const int lane = thread % kWarpSize, t = lane % 4, row = thread / kWarpSize * 16 + lane / 4;
-    const Line a[2] = {linesA[row], linesA[row + 8]};
+    const LineOf<kZero> a[2] = {linesA[row], linesA[row + 8]};
 #pragma unroll
     for (int start = 0; start < kRowsB; start += kRunRows) {
         const int n = p.n + start + kRunFeatures * t, m = p.m + row;
@@ -76,11 +94,11 @@ __device__ __forceinline__ void writeRuns(const int* dots, const Line* linesA, c
 #pragma unroll
         for (int i = 0; i < kRunFeatures; i++) {
             const int c = i / 2, e = i % 2;
-            const Line b = linesB[start + 8 * c + 2 * t + e];
+            const LineOf<kZero> b = linesB[start + 8 * c + 2 * t + e];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int dot = dots[(start / 8 + c) * 4 + 2 * half + e];
-                value[half][i] = scaled(valueOf<kSmall>(4 * dot + a[half].term + b.term), a[half].scale, b.scale,
+                value[half][i] = scaled(valueOf<kSmall>(integerOf<kZero>(dot, a[half], b)), a[half].scale, b.scale,
                                         b.bias);
                 if (kRuns || m + 8 * half >= p.M || n + i >= p.N) continue;
                 storeElement(p.y, index[half] + i, value[half][i], kDtype);
@@ -94,24 +112,24 @@ __device__ __forceinline__ void writeRuns(const int* dots, const Line* linesA, c
 }
 
 // A is W: 32 tokens at a time through a slab [token][feature] of shared memory, then rows of features to y.
-template <bool kSmall, int kRowsB, int kDtype>
-__device__ __forceinline__ void writeSlabs(const int* dots, const Line* linesA, const Line* linesB, const Place& p,
-                                           uint8* slab, int thread, int barrier) {
+template <bool kSmall, int kRowsB, int kDtype, bool kZero>
+__device__ __forceinline__ void writeSlabs(const int* dots, const LineOf<kZero>* linesA, const LineOf<kZero>* linesB,
+                                           const Place& p, uint8* slab, int thread, int barrier) {
     constexpr int kElement = elementBytes(kDtype), kRowBytes = slabRowBytes(kDtype);
     constexpr int kPerChunk = kChunkBytes / kElement, kChunks = kSlabFeatures / kPerChunk;
     const int lane = thread % kWarpSize, t = lane % 4, row = thread / kWarpSize * 16 + lane / 4;
-    const Line a[2] = {linesA[row], linesA[row + 8]};
+    const LineOf<kZero> a[2] = {linesA[row], linesA[row + 8]};
 #pragma unroll
     for (int start = 0; start < kRowsB; start += kSlabTokens) {
         namedSync(barrier, kWarpgroup);  // all have copied the slab before
 #pragma unroll
         for (int i = 0; i < kSlabTokens / 4; i++) {
             const int rowB = i / 2 * 8 + 2 * t + i % 2;
-            const Line b = linesB[start + rowB];
+            const LineOf<kZero> b = linesB[start + rowB];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int dot = dots[(start / 8 + i / 2) * 4 + 2 * half + i % 2];
-                const float value = scaled(valueOf<kSmall>(4 * dot + a[half].term + b.term), a[half].scale, b.scale,
+                const float value = scaled(valueOf<kSmall>(integerOf<kZero>(dot, b, a[half])), a[half].scale, b.scale,
                                            a[half].bias);
                 storeElement(slab + rowB * kRowBytes, featureOfRow(row + 8 * half), value, kDtype);
             }
