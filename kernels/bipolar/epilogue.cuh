@@ -28,13 +28,15 @@ struct alignas(16) LineOf<true> {
     int twiceZero;
 };
 
-// The product's integer from the sum of products of codes.
-template <bool kZero>
-__device__ __forceinline__ int integerOf(int dot, const LineOf<kZero>& token, const LineOf<kZero>& feature) {
-    if constexpr (kZero) {
-        return 4 * dot + token.term + feature.term * token.twiceZero;
+// The product's integer from the sum of products of codes, of a row of A and one of B. kSwap: A is W.
+template <bool kZero, bool kSwap>
+__device__ __forceinline__ int integerOf(int dot, const LineOf<kZero>& a, const LineOf<kZero>& b) {
+    if constexpr (!kZero) {
+        return 4 * dot + a.term + b.term;
+    } else if constexpr (kSwap) {
+        return 4 * dot + a.term * b.twiceZero + b.term;
     } else {
-        return 4 * dot + token.term + feature.term;
+        return 4 * dot + a.term + b.term * a.twiceZero;
     }
 }
 
@@ -98,8 +100,8 @@ __device__ __forceinline__ void writeRuns(const int* dots, const LineOf<kZero>* 
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int dot = dots[(start / 8 + c) * 4 + 2 * half + e];
-                value[half][i] = scaled(valueOf<kSmall>(integerOf<kZero>(dot, a[half], b)), a[half].scale, b.scale,
-                                        b.bias);
+                const int v = integerOf<kZero, false>(dot, a[half], b);
+                value[half][i] = scaled(valueOf<kSmall>(v), a[half].scale, b.scale, b.bias);
                 if (kRuns || m + 8 * half >= p.M || n + i >= p.N) continue;
                 storeElement(p.y, index[half] + i, value[half][i], kDtype);
             }
@@ -129,8 +131,8 @@ __device__ __forceinline__ void writeSlabs(const int* dots, const LineOf<kZero>*
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int dot = dots[(start / 8 + i / 2) * 4 + 2 * half + i % 2];
-                const float value = scaled(valueOf<kSmall>(integerOf<kZero>(dot, b, a[half])), a[half].scale, b.scale,
-                                           a[half].bias);
+                const int v = integerOf<kZero, true>(dot, a[half], b);
+                const float value = scaled(valueOf<kSmall>(v), a[half].scale, b.scale, a[half].bias);
                 storeElement(slab + rowB * kRowBytes, featureOfRow(row + 8 * half), value, kDtype);
             }
         }
