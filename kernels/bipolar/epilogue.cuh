@@ -13,12 +13,32 @@ constexpr int kRunRows = kOrderRows;               // rows of B that they are am
 constexpr int kSlabTokens = QK_SLAB_TOKENS, kSlabFeatures = kWgmmaRows;
 constexpr int kSlabPadding = QK_SLAB_PADDING;     // bytes between rows of a slab: no bank conflicts
 
-// What the recovery needs to know of one row of an operand.
-struct alignas(16) Line {
+// What the recovery needs to know of one row of an operand; of a token with a zero point z also 2 z.
+template <bool kZero>
+struct alignas(16) LineOf {
     int term;
     float scale;
     float bias;
 };
+template <>
+struct alignas(16) LineOf<true> {
+    int term;
+    float scale;
+    float bias;
+    int twiceZero;
+};
+
+// The product's integer from the sum of products of codes, of a row of A and one of B. kSwap: A is W.
+template <bool kZero, bool kSwap>
+__device__ __forceinline__ int integerOf(int dot, const LineOf<kZero>& a, const LineOf<kZero>& b) {
+    if constexpr (!kZero) {
+        return 4 * dot + a.term + b.term;
+    } else if constexpr (kSwap) {
+        return 4 * dot + a.term * b.twiceZero + b.term;
+    } else {
+        return 4 * dot + a.term + b.term * a.twiceZero;
+    }
+}
 
 // v as a float. Conversions run at a fraction of the rate of additions, so small values take the bits of 1.5 * 2^23
 // instead, which tokenTerm then carries (kSmallBits): exact up to |v| = 2^22. multiply() sees to that.
@@ -63,11 +83,11 @@ __device__ __forceinline__ void storeRun(bool inside, uint8* y, size_t index, co
 
 // B is W. kRuns: N is a multiple of eight, so every thread stores runs of eight features of its two tokens, all inside
 // or all outside y; else, and in fp32, one element at a time.
-template <bool kRuns, bool kSmall, int kRowsB, int kDtype>
-__device__ __forceinline__ void writeRuns(const int* dots, const Line* linesA, const Line* linesB, const Place& p,
-                                          int thread) {
+template <bool kRuns, bool kSmall, int kRowsB, int kDtype, bool kZero>
+__device__ __forceinline__ void writeRuns(const int* dots, const LineOf<kZero>* linesA, const LineOf<kZero>* linesB,
+                                          const Place& p, int thread) {
     const int lane = thread % kWarpSize, t = lane % 4, row = thread / kWarpSize * 16 + lane / 4;
-    const Line a[2] = {linesA[row], linesA[row + 8]};
+    const LineOf<kZero> a[2] = {linesA[row], linesA[row + 8]};
 #pragma unroll
     for (int start = 0; start < kRowsB; start += kRunRows) {
         const int n = p.n + start + kRunFeatures * t, m = p.m + row;
@@ -76,12 +96,12 @@ __device__ __forceinline__ void writeRuns(const int* dots, const Line* linesA, c
 #pragma unroll
         for (int i = 0; i < kRunFeatures; i++) {
             const int c = i / 2, e = i % 2;
-            const Line b = linesB[start + 8 * c + 2 * t + e];
+            const LineOf<kZero> b = linesB[start + 8 * c + 2 * t + e];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int dot = dots[(start / 8 + c) * 4 + 2 * half + e];
-                value[half][i] = scaled(valueOf<kSmall>(4 * dot + a[half].term + b.term), a[half].scale, b.scale,
-                                        b.bias);
+                const int v = integerOf<kZero, false>(dot, a[half], b);
+                value[half][i] = scaled(valueOf<kSmall>(v), a[half].scale, b.scale, b.bias);
                 if (kRuns || m + 8 * half >= p.M || n + i >= p.N) continue;
                 storeElement(p.y, index[half] + i, value[half][i], kDtype);
             }
@@ -94,25 +114,25 @@ __device__ __forceinline__ void writeRuns(const int* dots, const Line* linesA, c
 }
 
 // A is W: 32 tokens at a time through a slab [token][feature] of shared memory, then rows of features to y.
-template <bool kSmall, int kRowsB, int kDtype>
-__device__ __forceinline__ void writeSlabs(const int* dots, const Line* linesA, const Line* linesB, const Place& p,
-                                           uint8* slab, int thread, int barrier) {
+template <bool kSmall, int kRowsB, int kDtype, bool kZero>
+__device__ __forceinline__ void writeSlabs(const int* dots, const LineOf<kZero>* linesA, const LineOf<kZero>* linesB,
+                                           const Place& p, uint8* slab, int thread, int barrier) {
     constexpr int kElement = elementBytes(kDtype), kRowBytes = slabRowBytes(kDtype);
     constexpr int kPerChunk = kChunkBytes / kElement, kChunks = kSlabFeatures / kPerChunk;
     const int lane = thread % kWarpSize, t = lane % 4, row = thread / kWarpSize * 16 + lane / 4;
-    const Line a[2] = {linesA[row], linesA[row + 8]};
+    const LineOf<kZero> a[2] = {linesA[row], linesA[row + 8]};
 #pragma unroll
     for (int start = 0; start < kRowsB; start += kSlabTokens) {
         namedSync(barrier, kWarpgroup);  // all have copied the slab before
 #pragma unroll
         for (int i = 0; i < kSlabTokens / 4; i++) {
             const int rowB = i / 2 * 8 + 2 * t + i % 2;
-            const Line b = linesB[start + rowB];
+            const LineOf<kZero> b = linesB[start + rowB];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const int dot = dots[(start / 8 + i / 2) * 4 + 2 * half + i % 2];
-                const float value = scaled(valueOf<kSmall>(4 * dot + a[half].term + b.term), a[half].scale, b.scale,
-                                           a[half].bias);
+                const int v = integerOf<kZero, true>(dot, a[half], b);
+                const float value = scaled(valueOf<kSmall>(v), a[half].scale, b.scale, a[half].bias);
                 storeElement(slab + rowB * kRowBytes, featureOfRow(row + 8 * half), value, kDtype);
             }
         }

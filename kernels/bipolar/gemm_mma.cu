@@ -76,8 +76,8 @@ __device__ __forceinline__ void multiplyStage(int (&sums)[kLevels][kTokenTiles][
     }
 }
 
-// kKind 0: bits, 1: bytes (one plane of each operand).
-template <int kKind, int kPlanesW, int kPlanesX, int kStages>
+// kKind 0: bits, 1: bytes (one plane of each operand). kZero: tokens have zero points.
+template <int kKind, int kPlanesW, int kPlanesX, int kStages, bool kZero>
 __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
     bipolarGemmMma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,      // planes.cuh
                    const int* __restrict__ xSums, const int* __restrict__ wSums,            // [M], [N]
@@ -128,7 +128,9 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
 #pragma unroll
             for (int level = 0; level < kLevels; level++) dot += sums[level][tile][e] << level;
             const float value = recovered(dot, tokenTerm(xSums[m], widths),
-                                          featureTerm(wSums[n], widths, K), xSteps[m],
+                                          featureTerm(wSums[n], featureWidths<kZero>(widths), K) *
+                                          twiceZero<kZero>(xSums, m, M),
+                                      xSteps[m],
                                           halfToFloat(wScales[n]),
                                           bias == nullptr ? 0.f : loadElement(bias, n, dtype));
             storeElement(y, size_t(m) * N + n, value, dtype);

@@ -122,43 +122,48 @@ struct Problem {
 };
 
 // Rows behind the last take the last one's line: no result of theirs is stored, and loads without a condition overlap.
-template <bool kSmall>
-__device__ __forceinline__ Line tokenLine(const Problem& p, int row) {
+template <bool kSmall, bool kZero>
+__device__ __forceinline__ LineOf<kZero> tokenLine(const Problem& p, int row) {
     row = min(row, p.M - 1);
-    return Line{tokenTerm(p.xSums[row], p.widths) + (kSmall ? kSmallBits : 0), p.xSteps[row], 0.f};
+    LineOf<kZero> line{tokenTerm(p.xSums[row], p.widths) + (kSmall ? kSmallBits : 0), p.xSteps[row], 0.f};
+    if constexpr (kZero) line.twiceZero = twiceZero<kZero>(p.xSums, row, p.M);
+    return line;
 }
 
-template <int kDtype>
-__device__ __forceinline__ Line featureLine(const Problem& p, int row) {
+template <int kDtype, bool kZero>
+__device__ __forceinline__ LineOf<kZero> featureLine(const Problem& p, int row) {
     row = min(featureOfRow(row), p.N - 1);
-    return Line{featureTerm(p.wSums[row], p.widths, p.K), halfToFloat(p.wScales[row]),
-                p.bias == nullptr ? 0.f : loadElement(p.bias, row, kDtype)};
+    return LineOf<kZero>{featureTerm(p.wSums[row], featureWidths<kZero>(p.widths), p.K), halfToFloat(p.wScales[row]),
+                         p.bias == nullptr ? 0.f : loadElement(p.bias, row, kDtype)};
 }
 
 // The lines of one tile, by kLineThreads threads: one warp for the tokens, the others for the features.
-template <bool kSmall, int kTokens, int kFeatures, int kDtype>
-__device__ __forceinline__ void loadLines(const Problem& p, Line* tokens, Line* features, int m, int n,
-                                          int thread) {
+template <bool kSmall, int kTokens, int kFeatures, int kDtype, bool kZero>
+__device__ __forceinline__ void loadLines(const Problem& p, LineOf<kZero>* tokens, LineOf<kZero>* features, int m,
+                                          int n, int thread) {
     constexpr int kTokenThreads = kWarpSize, kFeatureThreads = kLineThreads - kTokenThreads;
     static_assert(kTokens % kTokenThreads == 0, "every lane loads as many tokens");
     if (thread < kTokenThreads) {
 #pragma unroll 4  // as many as the producer's registers hold
         for (int c = 0; c < kTokens / kTokenThreads; c++) {
             const int i = c * kTokenThreads + thread;
-            tokens[i] = tokenLine<kSmall>(p, m + i);
+            tokens[i] = tokenLine<kSmall, kZero>(p, m + i);
         }
     } else {
 #pragma unroll 4  // as many as the producer's registers hold
         for (int c = 0; c < (kFeatures + kFeatureThreads - 1) / kFeatureThreads; c++) {
             const int i = c * kFeatureThreads + thread - kTokenThreads;
-            if (kFeatures % kFeatureThreads == 0 || i < kFeatures) features[i] = featureLine<kDtype>(p, n + i);
+            if (kFeatures % kFeatureThreads == 0 || i < kFeatures) {
+                features[i] = featureLine<kDtype, kZero>(p, n + i);
+            }
         }
     }
 }
 
-// kKindValue: ProductKind, bytes have one plane. kSwap: A is W. kRowsB: rows of B in a tile.
+// kKindValue: ProductKind, bytes have one plane. kSwap: A is W. kRowsB: rows of B in a tile. kZero: tokens have zero
+// points.
 template <int kKindValue, int kPlanesW, int kPlanesX, bool kSwap, int kRowsB, int kConsumers, int kStages,
-          int kDtype>
+          int kDtype, bool kZero>
 __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     bipolarGemmWgmma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,  // planes.cuh
                      const int* __restrict__ xSums, const int* __restrict__ wSums,        // [M], [N] sums of codes
@@ -177,6 +182,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
 
     extern __shared__ uint8 dynamicShared[];
     __shared__ uint64 full[kStages], empty[kStages], linesFull[kLineSets];
+    using Line = LineOf<kZero>;
     __shared__ Line lines[kLineSets][T::kRowsA + kRowsB];  // of A, of B
     __shared__ int2 corners[kLineSets];                     // first rows of A and B of the tile
     const uint32 base = (sharedAddress(dynamicShared) + kSharedAlignment - 1) & ~uint32(kSharedAlignment - 1);
@@ -234,7 +240,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
                 Line* const ofB = ofA + T::kRowsA;
                 const int firstA = tileA * T::kRowsA, firstB = tileB * kRowsB;
                 if (thread == kWarpSize) corners[lineSet()] = make_int2(firstA, firstB);
-                loadLines<kSmall, kSwap ? kRowsB : T::kRowsA, kSwap ? T::kRowsA : kRowsB, kDtype>(
+                loadLines<kSmall, kSwap ? kRowsB : T::kRowsA, kSwap ? T::kRowsA : kRowsB, kDtype, kZero>(
                     problem, kSwap ? ofB : ofA, kSwap ? ofA : ofB, kSwap ? firstB : firstA, kSwap ? firstA : firstB,
                     thread - kWarpSize);
                 barrierArrive(&linesFull[lineSet()]);
@@ -271,12 +277,12 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             const Place place{y, kSwap ? firstB : firstA, kSwap ? firstA : firstB, M, N};
             if constexpr (kSwap) {
                 uint8* slab = slabs + consumer * kSlabBytes;
-                writeSlabs<kSmall, kRowsB, kDtype>(sums, linesA, linesB, place, slab, thread, barrier);
+                writeSlabs<kSmall, kRowsB, kDtype, kZero>(sums, linesA, linesB, place, slab, thread, barrier);
             } else {
                 if (kDtype != kFloat32 && N % kRunFeatures == 0) {
-                    writeRuns<kDtype != kFloat32, kSmall, kRowsB, kDtype>(sums, linesA, linesB, place, thread);
+                    writeRuns<kDtype != kFloat32, kSmall, kRowsB, kDtype, kZero>(sums, linesA, linesB, place, thread);
                 } else {
-                    writeRuns<false, kSmall, kRowsB, kDtype>(sums, linesA, linesB, place, thread);
+                    writeRuns<false, kSmall, kRowsB, kDtype, kZero>(sums, linesA, linesB, place, thread);
                 }
             }
             if (index + kLineSets * blockCount() < tiles) namedArrive(kLinesBarrier + lineSet(), kLineUsers);

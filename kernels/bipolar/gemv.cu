@@ -7,7 +7,8 @@
 //   grid: (ceil(N / 32) * 2, token groups); block: kWarps warps, warp w takes halves of k tiles w, w + kWarps, ...
 //   column of B: token * actBits + plane; kGroups * 8 columns per block
 //
-// Integer sums in a fixed order: results repeat bit for bit. Layouts and formula: planes.cuh.
+// kZero: tokens have zero points. Integer sums in a fixed order: results repeat bit for bit. Layouts and formula:
+// planes.cuh.
 #include "planes.cuh"
 #include "../shared/mma.cuh"
 
@@ -16,7 +17,7 @@ constexpr int kRows = QK_GEMV_ROWS;          // of A
 constexpr int kPairColumns = QK_GEMV_PAIRS;  // of B
 constexpr int kHalfChunks = 4;               // chunks per half line: one per t
 
-template <int kWeightBits, int kGroups>
+template <int kWeightBits, int kGroups, bool kZero>
 __global__ void __launch_bounds__(kWarps * kWarpSize, kGroups < 4 ? 2 : 1)
     bipolarGemv(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,      // planes.cuh, bits
                 const int* __restrict__ xSums, const int* __restrict__ wSums,            // [M], [N]
@@ -88,7 +89,9 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, kGroups < 4 ? 2 : 1)
         int dot = 0;
         for (int j = 0; j < actBits; j++) dot += sums[0][i % kRows][i / kRows * actBits + j] << j;
         const float value = recovered(dot, tokenTerm(xSums[m], widths),
-                                      featureTerm(wSums[n], widths, K), xSteps[m],
+                                      featureTerm(wSums[n], featureWidths<kZero>(widths), K) *
+                                          twiceZero<kZero>(xSums, m, M),
+                                      xSteps[m],
                                       halfToFloat(wScales[n]),
                                       bias == nullptr ? 0.f : loadElement(bias, n, dtype));
         storeElement(y, size_t(m) * N + n, value, dtype);

@@ -10,6 +10,7 @@
 // With c_x = 2^q - 1, c_w = 2^p - 1 and unsigned codes U (formats/bipolar.py):
 //     v = X . W = 4 U_x . U_w - 2 c_w rowsum(U_x) - 2 c_x rowsum(U_w) + K c_x c_w,     y = v * x_step * w_scale + bias
 // Sums may wrap in 32 bits on the way: v itself fits (check_exact), and wrapping additions end at the right value.
+// With a zero point z per token codes of x stand for 2 U_x - 2 z, so c_x becomes 2 z, a number of the token's own.
 #pragma once
 #include "../shared/common.cuh"
 
@@ -64,6 +65,18 @@ struct Widths {
 __device__ __forceinline__ int tokenTerm(int rowSum, Widths w) { return -2 * w.weightLimit * rowSum; }
 __device__ __forceinline__ int featureTerm(int rowSum, Widths w, int K) {
     return w.actLimit * (K * w.weightLimit - 2 * rowSum);
+}
+
+// With zero points (kZero) featureTerm takes 1 for c_x, and the token brings 2 z: twiceZero(xSums, m, M).
+template <bool kZero>
+__device__ __forceinline__ Widths featureWidths(Widths w) {
+    return Widths{kZero ? 1 : w.actLimit, w.weightLimit};
+}
+
+// What the feature's term counts for this token; 1 without zero points. sums: [M] of codes, then [M] of 2 z.
+template <bool kZero>
+__device__ __forceinline__ int twiceZero(const int* __restrict__ sums, int m, int M) {
+    return kZero ? sums[size_t(M) + m] : 1;
 }
 
 // One rounding per operation and no contraction: the reference twin computes the same bits.

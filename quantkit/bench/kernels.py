@@ -18,7 +18,8 @@ from quantkit.bench.timing import Timing, check_peak, check_result, measure, pea
 from quantkit.cuda.device import gpu_of
 from quantkit.errors import BenchError
 from quantkit.formats.base import PackedWeight
-from quantkit.formats.bipolar import PER_TOKEN, codes_to_values, quantize_activations
+from quantkit.formats.bipolar import act_values
+from quantkit.formats.hadamard import unrotate
 from quantkit.formats.table import FORMATS, format_name, stored_bytes
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import Layout
@@ -214,13 +215,14 @@ def _bipolar_kernel(module: QuantizedLinear, x: Tensor) -> str:
     from quantkit.ops.bipolar.plan import kernel_for
 
     shape, row = (x.shape[0], x.shape[-1]), gpu_of(x.device).architecture
-    return str(kernel_for(module.spec.weight_bits, module.spec.act_bits, shape, row))
+    spec = module.spec
+    return str(kernel_for(spec.weight_bits, spec.act_bits, shape, row, act_zero=spec.act_zero))
 
 
 def _bipolar_input(module: QuantizedLinear, x: Tensor) -> Tensor:
-    spec = module.spec
-    codes, step = quantize_activations(x, module.tensors["act_clip"], spec.act_bits, spec.act_granularity == PER_TOKEN)
-    return codes_to_values(codes, spec.act_bits).double() * step
+    values, step = act_values(x, module.tensors["act_clip"], module.spec.coding)
+    rounded = values.double() * step
+    return unrotate(rounded).double() if module.spec.rotate_inputs else rounded
 
 
 IMPLEMENTATIONS: dict[str, Callable[[QuantizedLinear, Tensor], str]] = {"bcq": _bcq_kernel, "bipolar": _bipolar_kernel}

@@ -5,20 +5,24 @@
 
 Symmetric, without a sign bit and without a zero: 1 bit is {-1, +1}, 2 bits {-3, -1, 1, 3}. Bit i of every code is
 stored in plane i, the planes one after the other (section 4.1: decomposition, reassembly, concatenation).
+Beyond the paper, activations may have a zero point z per token: a code then stands for 2 u - 2 z, which is the bipolar
+value plus a number of the token's own, and the product grows by that number times the row sum of W. And their input may
+be rotated (formats/hadamard.py): the planes then hold W Q.
 Deviation: planes are packed into bytes, not into 32-bit words; four of them are the paper's word on any little-endian
 machine, and a row needs no padding to 32 columns.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import RecipeError, StatsError
-from quantkit.formats.base import Format, Shape, Tensors, TensorSpec
+from quantkit.formats.base import ADDED_LATER, Format, Shape, Tensors, TensorSpec
 from quantkit.formats.bcq import check_group_size, check_weight_bits, group_count, group_width
+from quantkit.formats.hadamard import rotate, unrotate
 from quantkit.formats.planes import MAX_BITS, packed_width, unpack_codes
 
 FLOAT_ACT_BITS = 16
@@ -27,23 +31,45 @@ _INT32_SUMS = 1 << 31
 
 
 @dataclass(frozen=True)
+class ActCoding:
+    """What activations become. bits: of a code. per_token, zero, rotated: as BipolarSpec says."""
+
+    bits: int
+    per_token: bool = True
+    zero: bool = False
+    rotated: bool = False
+
+
+@dataclass(frozen=True)
 class BipolarSpec:
     """weight_bits: 1-8. act_bits: 1-8, or 16 for activations left in floating point (weight only).
 
     group_size: columns per weight scale, a multiple of 8, or -1 for one scale per row (per channel).
     act_granularity: ``per_token`` (range taken from each row of x as it comes) or ``per_tensor`` (fixed range).
+    act_zero: whether each token has a zero point. rotate_inputs: whether x is rotated before it is quantized.
     """
 
     weight_bits: int
     act_bits: int
     group_size: int = -1
     act_granularity: str = PER_TOKEN
+    act_zero: bool = field(default=False, metadata=ADDED_LATER)
+    rotate_inputs: bool = field(default=False, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         check_weight_bits(self.weight_bits)
         check_act_bits(self.act_bits)
         check_group_size(self.group_size)
         check_act_granularity(self.act_granularity)
+        if self.act_bits == FLOAT_ACT_BITS and (self.act_zero or self.rotate_inputs):
+            raise RecipeError("act_zero and rotate_inputs are for quantized activations; choose act_bits from 1 to 8")
+        if self.act_zero and self.act_granularity != PER_TOKEN:
+            raise RecipeError(f"act_zero takes each token's own range; choose act_granularity {PER_TOKEN}")
+
+    @property
+    def coding(self) -> ActCoding:
+        """What activations become."""
+        return ActCoding(self.act_bits, self.act_granularity == PER_TOKEN, self.act_zero, self.rotate_inputs)
 
 
 def check_act_bits(act_bits: int) -> None:
@@ -58,15 +84,20 @@ def check_act_granularity(act_granularity: str) -> None:
         raise RecipeError(f"act_granularity is {act_granularity!r}; choose {PER_TOKEN} or {PER_TENSOR}")
 
 
-def check_exact(weight_bits: int, act_bits: int, columns: int) -> None:
+def check_exact(weight_bits: int, act_bits: int, columns: int, act_zero: bool = False) -> None:
     """Raise RecipeError where a sum of ``columns`` products may leave int32, the accumulator of every kernel."""
-    if largest_value(weight_bits) * largest_value(act_bits) * columns >= _INT32_SUMS:
+    if largest_value(weight_bits) * largest_act(act_bits, act_zero) * columns >= _INT32_SUMS:
         raise RecipeError(f"W{weight_bits}A{act_bits} over {columns} columns may overflow 32-bit sums; use fewer bits")
 
 
 def largest_value(bits: int) -> int:
     """2**bits - 1: the largest value, the negated smallest value and the largest code of a width."""
     return (1 << bits) - 1
+
+
+def largest_act(act_bits: int, act_zero: bool) -> int:
+    """The largest magnitude of an activation's value: with a zero point the range may lie on one side of zero."""
+    return largest_value(act_bits) * (2 if act_zero else 1)
 
 
 def codes_to_values(codes: Tensor, bits: int) -> Tensor:
@@ -119,6 +150,38 @@ def quantize_activations(x: Tensor, act_clip: Tensor, act_bits: int, per_token: 
     return nearest_codes(x, step, act_bits), step
 
 
+def quantize_with_zero(x: Tensor, act_clip: Tensor, act_bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, steps and zero points of activations whose range reaches from each row's least to its largest value.
+
+    x: [M, K]. act_clip: [1], the fraction of both ends that is kept. The range always holds 0, which is exact.
+    Returns codes u [M, K] uint8, step [M, 1] fp32 and zero [M, 1] int32 in 0 .. 2**act_bits - 1: x is near
+    step * 2 * (u - zero). Ties go up in even columns, else down. Kernels repeat every operation bit for bit.
+    """
+    x, limit = x.float(), largest_value(act_bits)
+    above = x.amax(dim=1, keepdim=True).clamp_min(0.0) * act_clip
+    below = (-x).amax(dim=1, keepdim=True).clamp_min(0.0) * act_clip
+    reach = above + below
+    step = reach / torch.full_like(reach, 2 * limit)
+    divisor = torch.where(step > 0, step, torch.ones_like(step))
+    zero = torch.where(step > 0, (below / divisor * 0.5).round(), torch.zeros_like(step)).clamp_(0, limit)
+    half = (x / divisor + 2.0 * zero) * 0.5
+    codes = half.floor()
+    rest = half - codes
+    codes[..., ::2] += rest[..., ::2] >= 0.5
+    codes[..., 1::2] += rest[..., 1::2] > 0.5
+    return codes.clamp_(0.0, limit).to(torch.uint8), step, zero.to(torch.int32)
+
+
+def act_values(x: Tensor, act_clip: Tensor, coding: ActCoding) -> tuple[Tensor, Tensor]:
+    """The integers [M, K] int16 that activations x [M, K] become, and the step [M, 1] fp32 that they count."""
+    x = rotate(x) if coding.rotated else x
+    if coding.zero:
+        codes, step, zero = quantize_with_zero(x, act_clip, coding.bits)
+        return 2 * (codes.to(torch.int16) - zero.to(torch.int16)), step
+    codes, step = quantize_activations(x, act_clip, coding.bits, coding.per_token)
+    return codes_to_values(codes, coding.bits), step
+
+
 def bipolar_tensors(spec: BipolarSpec, shape: Shape) -> dict[str, TensorSpec]:
     """bit_planes [bits, N, ceil(K/8)] uint8, scales [N, G] fp16 and, with quantized activations, act_clip [1] fp32.
 
@@ -143,7 +206,8 @@ def dequantize_bipolar(bit_planes: Tensor, scales: Tensor, columns: int, group_s
 
 
 def _dequantize(spec: BipolarSpec, tensors: Tensors, shape: Shape) -> Tensor:
-    return dequantize_bipolar(tensors["bit_planes"], tensors["scales"], shape[1], spec.group_size)
+    weight = dequantize_bipolar(tensors["bit_planes"], tensors["scales"], shape[1], spec.group_size)
+    return unrotate(weight) if spec.rotate_inputs else weight
 
 
 FORMAT = Format(

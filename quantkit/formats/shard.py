@@ -27,6 +27,7 @@ from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import ROW_WISE, BcqSpec, group_width
 from quantkit.formats.bipolar import BipolarSpec
 from quantkit.formats.flatten import FlattenSpec, pack_nibbles, padded_columns, unpack_codes
+from quantkit.formats.hadamard import WIDEST_BLOCK, block_width
 from quantkit.formats.planes import BITS_PER_BYTE, packed_width
 from quantkit.formats.table import FORMATS, format_name
 
@@ -63,6 +64,7 @@ def shard_spec(spec: Any, in_features: int, in_span: Span) -> Any:
     if isinstance(spec, FlattenSpec):
         share = -(-spec.extended_channels * (in_span[1] - in_span[0]) // in_features)
         return replace(spec, extended_channels=padded_columns(share))
+    _check_rotation(spec, in_features, in_span)
     return replace(spec, group_size=_cut_groups(spec, in_features, in_span).group_size)
 
 
@@ -112,9 +114,22 @@ def _cut_groups(spec: BcqSpec | BipolarSpec, in_features: int, in_span: Span) ->
     return _CutGroups(fine, group // fine, start // fine, -(-end // fine))
 
 
+def _check_rotation(spec: BcqSpec | BipolarSpec, in_features: int, in_span: Span) -> None:
+    """Raise CheckpointError where a shard of rotated columns starts within a block, or has blocks of another width."""
+    if not isinstance(spec, BipolarSpec) or not spec.rotate_inputs:
+        return
+    start, end = in_span
+    if start % WIDEST_BLOCK or block_width(end - start) != block_width(in_features):
+        raise CheckpointError(
+            f"a shard of the columns {start} to {end} of {in_features} cuts a block of {WIDEST_BLOCK} columns, over "
+            "which the input is rotated; serve it on fewer GPUs"
+        )
+
+
 def _take_columns(
     spec: BcqSpec | BipolarSpec, tensors: Tensors, in_features: int, in_span: Span
 ) -> tuple[Any, dict[str, Tensor]]:
+    _check_rotation(spec, in_features, in_span)
     groups = _cut_groups(spec, in_features, in_span)
     kept = dict(tensors)
     for name in kept.keys() & set(_PLANES):

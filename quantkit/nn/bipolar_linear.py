@@ -23,6 +23,8 @@ def forward(spec: BipolarSpec, tensors: Tensors, x: Tensor, bias: Tensor | None)
         spec.act_bits,
         spec.group_size,
         spec.act_granularity == PER_TOKEN,
+        spec.act_zero,
+        spec.rotate_inputs,
     )
 
 
@@ -59,6 +61,8 @@ def prepared_forward(spec: BipolarSpec, tensors: Tensors, shape: Shape, x: Tenso
         bias,
         spec.act_bits,
         spec.act_granularity == PER_TOKEN,
+        spec.act_zero,
+        spec.rotate_inputs,
     )
 
 

@@ -8,7 +8,7 @@ layer's output over the calibration sample.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,13 +21,14 @@ from quantkit.formats.bipolar import (
     FLOAT_ACT_BITS,
     PER_TOKEN,
     BipolarSpec,
+    act_values,
     check_exact,
     codes_to_values,
     dequantize_bipolar,
     nearest_codes,
-    quantize_activations,
     step_of_range,
 )
+from quantkit.formats.hadamard import block_width, rotate, unrotate
 from quantkit.formats.planes import pack_codes
 from quantkit.quantizers.base import LayerInput, error_report
 from quantkit.quantizers.bcq.groups import SMALLEST_SCALE
@@ -45,6 +46,8 @@ class BipolarSettings:
     act_granularity: per_token (dynamic) or per_tensor (static). search: choose clip ranges on the calibration
     sample; without it the range is absmax. rotate: fold a Hadamard rotation of the residual stream into the weights
     first (Llama family). gptq, damping: round column by column, each error moved to the columns that follow.
+    act_zero: a zero point per token, so that one-sided ranges use all codes. rotate_inputs: rotate each Linear's input
+    by Hadamard blocks before it is quantized (formats/hadamard.py); any family.
     """
 
     weight_bits: int = 4
@@ -55,6 +58,8 @@ class BipolarSettings:
     rotate: bool = False
     gptq: bool = False
     damping: float = 0.01
+    act_zero: bool = False
+    rotate_inputs: bool = False
 
     def __post_init__(self) -> None:
         self.spec()
@@ -62,11 +67,20 @@ class BipolarSettings:
 
     def spec(self) -> BipolarSpec:
         """The format these settings write; raises RecipeError on impossible values."""
-        return BipolarSpec(self.weight_bits, self.act_bits, self.group_size, self.act_granularity)
+        return BipolarSpec(
+            self.weight_bits,
+            self.act_bits,
+            self.group_size,
+            self.act_granularity,
+            self.act_zero,
+            self.rotate_inputs,
+        )
 
 
-def stored_specs(settings: BipolarSettings, _shape: Shape) -> tuple[BipolarSpec]:
-    """What these settings store a weight as."""
+def stored_specs(settings: BipolarSettings, shape: Shape) -> tuple[BipolarSpec]:
+    """What these settings store a weight as. Raises RecipeError for inputs that cannot be rotated."""
+    if settings.rotate_inputs:
+        block_width(shape[1])
     return (settings.spec(),)
 
 
@@ -87,18 +101,22 @@ def quantize(layer: LayerInput, settings: BipolarSettings) -> PackedWeight:
     """
     spec, shape = settings.spec(), (layer.weight.shape[0], layer.weight.shape[1])
     sample = None if layer.stats is None else layer.stats.sample.to(layer.weight)
+    original, absmax = layer, None if layer.stats is None else layer.stats.absmax.max()
+    if settings.rotate_inputs:
+        layer, sample = _rotated(layer), None if sample is None else rotate(sample)
+        absmax = None if sample is None or not sample.numel() else sample.abs().max()
     scales = weight_scales(layer.weight, sample, settings)
     spread = scales.float().repeat_interleave(group_width(settings.group_size, shape[1]), dim=1)[:, : shape[1]]
     target = _compensated(layer, spread, settings) if settings.gptq else layer.weight
     codes = nearest_codes(target, spread, settings.weight_bits)
     tensors = {"bit_planes": pack_codes(codes, settings.weight_bits), "scales": scales}
     dequantized = dequantize_bipolar(tensors["bit_planes"], scales, shape[1], settings.group_size)
-    report: dict[str, Any] = error_report(layer, dequantized)
+    report: dict[str, Any] = error_report(original, unrotate(dequantized) if settings.rotate_inputs else dequantized)
     if settings.act_bits != FLOAT_ACT_BITS:
-        check_exact(settings.weight_bits, settings.act_bits, shape[1])
-        if layer.stats is None or sample is None or not sample.shape[0]:
+        check_exact(settings.weight_bits, settings.act_bits, shape[1], settings.act_zero)
+        if absmax is None or sample is None or not sample.shape[0]:
             raise StatsError(f"{layer.name}: quantized activations need a calibration sample of this layer's input")
-        tensors["act_clip"], error = activation_clip(layer.weight, sample, layer.stats.absmax.max(), settings)
+        tensors["act_clip"], error = activation_clip(layer.weight, sample, absmax, settings)
         report["act_output_error"] = error
     return PackedWeight(spec, shape, tensors, report)
 
@@ -122,19 +140,27 @@ def weight_scales(weight: Tensor, sample: Tensor | None, settings: BipolarSettin
 def activation_clip(weight: Tensor, sample: Tensor, absmax: Tensor, settings: BipolarSettings) -> tuple[Tensor, float]:
     """(act_clip [1] fp32, relative squared output error): the range least harmful to sample [R, K] times weight^T.
 
+    Both are rotated already, where they are at all.
     absmax: scalar, the largest |x| of the whole calibration text: the range that a static clip is a fraction of.
     """
-    per_token = settings.act_granularity == PER_TOKEN
-    full = torch.ones(1, device=sample.device) if per_token else absmax.reshape(1).to(sample)
+    coding = replace(settings.spec().coding, rotated=False)
+    full = torch.ones(1, device=sample.device) if coding.per_token else absmax.reshape(1).to(sample)
 
     def error(fraction: Tensor) -> Tensor:
-        codes, step = quantize_activations(sample, full * fraction, settings.act_bits, per_token)
-        rounded = codes_to_values(codes, settings.act_bits).float() * step
-        return ((rounded - sample) @ weight.T).square().sum().reshape(1)
+        values, step = act_values(sample, full * fraction, coding)
+        return ((values.float() * step - sample) @ weight.T).square().sum().reshape(1)
 
     fraction = _search(error, torch.ones(1, device=sample.device)) if settings.search else torch.ones(1)
     norm = (sample @ weight.T).square().sum().item()
     return (full * fraction).float().cpu(), error(fraction.to(sample)).item() / norm if norm else 0.0
+
+
+def _rotated(layer: LayerInput) -> LayerInput:
+    """The same layer behind the rotation of its input: W Q, and Q^T H Q."""
+    hessian = layer.hessian
+    if hessian is not None:
+        hessian = rotate(rotate(hessian).t()).t().contiguous()
+    return replace(layer, weight=rotate(layer.weight), hessian=hessian)
 
 
 def _compensated(layer: LayerInput, step: Tensor, settings: BipolarSettings) -> Tensor:

@@ -29,6 +29,7 @@ from quantkit.cli.common import check_json_path
 from quantkit.cuda.architectures import Kernel
 from quantkit.cuda.device import gpu_of
 from quantkit.errors import BenchError
+from quantkit.formats.bipolar import ActCoding
 from quantkit.ops.bipolar.launch import Activations, Product, Weight, expand, quantize_tiles, wgmma_launch
 from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight
 from quantkit.ops.bipolar.op import bipolar_prepared_linear
@@ -214,7 +215,7 @@ def _product(shape: Shape, weight_bits: int, act_bits: int, device: torch.device
     path, work, unit = _path(shape, weight_bits, act_bits, device)
     as_bytes = path == "int8"
     given = _operands(shape, weight_bits, device)
-    acts = quantize_tiles(given.x, given.clip, act_bits, per_token=True, as_bytes=as_bytes)
+    acts = quantize_tiles(given.x, given.clip, ActCoding(act_bits), as_bytes=as_bytes)
     tiles, *rest = given.weight
     operands = (expand(tiles, columns) if as_bytes else tiles, *rest)
     moved = operands[0].numel() + acts.tiles.numel() + 2 * rows * channels

@@ -17,10 +17,12 @@ from quantkit.formats.bipolar import (
     largest_value,
     nearest_codes,
     quantize_activations,
+    quantize_with_zero,
     values_to_codes,
 )
+from quantkit.formats.hadamard import rotate
 from quantkit.formats.planes import pack_codes, unpack_codes
-from quantkit.formats.table import spec_from_json, spec_to_json, stored_bytes
+from quantkit.formats.table import FORMATS, spec_from_json, spec_to_json, stored_bytes
 
 # Eq 1 worked by hand: the value of every code, in the order of the codes.
 GOLDEN_VALUES = {
@@ -92,6 +94,52 @@ def test_the_clip_range_maps_to_the_largest_value(per_token: bool) -> None:
     assert step.flatten().tolist() == pytest.approx([4 / 255 if per_token else 8 / 255, 8 / 255])
 
 
+def test_zero_is_exact_and_both_ends_are_reached() -> None:
+    x = torch.tensor([[0.0, 3.0, 0.0, -1.0], [5.0, 0.0, 1.0, 2.0], [-4.0, -0.5, 0.0, -2.0]])
+    codes, step, zero = quantize_with_zero(x, torch.ones(1), 2)
+    values = 2 * (codes.int() - zero) * step
+    assert not values[x == 0].any()
+    assert zero.flatten().tolist() == [1, 0, 3]
+    assert codes.amax(1).tolist() == [3, 3, 3]
+    assert codes.amin(1).tolist() == [0, 0, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(bits=st.integers(1, 8), data=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20))
+def test_codes_with_a_zero_are_within_a_step_of_the_nearest(bits: int, data: list[float]) -> None:
+    """All of the range is kept, so that the error is half a step of codes; the rounded zero point may add as much."""
+    x = torch.tensor([data])
+    codes, step, zero = quantize_with_zero(x, torch.ones(1), bits)
+    error = (2.0 * (codes.double() - zero) * step - x.double()).abs()
+    assert (error <= 2 * step.double() * (1 + 1e-5)).all()
+
+
+def test_a_row_of_zeros_has_zero_values_with_a_zero_point() -> None:
+    codes, step, zero = quantize_with_zero(torch.zeros(2, 8), torch.ones(1), 3)
+    assert not (codes.int() - zero).any()
+    assert not step.any()
+
+
+def test_a_rotated_weight_dequantizes_to_the_columns_of_the_input() -> None:
+    spec, weight = BipolarSpec(8, 8, rotate_inputs=True), torch.randn(6, 64)
+    scales = (rotate(weight).abs().amax(1, keepdim=True) / 255).half()
+    tensors = {"bit_planes": pack_codes(nearest_codes(rotate(weight), scales.float(), 8), 8), "scales": scales}
+    error = FORMATS["bipolar"].dequantize(spec, tensors, (6, 64)) - weight
+    assert error.abs().max() < 2 * scales.max()
+
+
+def test_older_versions_read_what_uses_nothing_new() -> None:
+    assert spec_to_json(BipolarSpec(4, 8)).keys() == {
+        "format",
+        "weight_bits",
+        "act_bits",
+        "group_size",
+        "act_granularity",
+    }
+    spec = BipolarSpec(4, 8, act_zero=True, rotate_inputs=True)
+    assert spec_from_json(spec_to_json(spec)) == spec
+
+
 def test_dequantize_scales_each_group_of_columns() -> None:
     codes = torch.tensor([[0] * 8 + [3] * 4], dtype=torch.uint8)
     weight = dequantize_bipolar(pack_codes(codes, 2), torch.tensor([[0.5, 2.0]]), 12, group_size=8)
@@ -124,8 +172,13 @@ def test_spec_survives_json_and_refuses_impossible_values() -> None:
         ({"weight_bits": 4, "act_bits": 0}, "act_bits is 0"),
         ({"weight_bits": 4, "act_bits": 4, "group_size": 12}, "group_size is 12"),
         ({"weight_bits": 4, "act_bits": 4, "act_granularity": "per_row"}, "act_granularity is 'per_row'"),
+        ({"weight_bits": 4, "act_bits": 16, "rotate_inputs": True}, "for quantized activations"),
+        (
+            {"weight_bits": 4, "act_bits": 4, "act_granularity": "per_tensor", "act_zero": True},
+            "each token's own range",
+        ),
     ],
-    ids=["weight_bits", "act_bits", "group_size", "act_granularity"],
+    ids=["weight_bits", "act_bits", "group_size", "act_granularity", "weight only", "zero per tensor"],
 )
 def test_impossible_settings_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
@@ -134,5 +187,8 @@ def test_impossible_settings_are_refused(values: dict[str, object], message: str
 
 def test_sums_that_could_overflow_are_refused() -> None:
     check_exact(8, 8, 33024)
+    check_exact(8, 8, 16512, act_zero=True)
+    with pytest.raises(RecipeError, match="W8A8 over 16514 columns"):
+        check_exact(8, 8, 16514, act_zero=True)
     with pytest.raises(RecipeError, match="W8A8 over 33026 columns"):
         check_exact(8, 8, 33026)

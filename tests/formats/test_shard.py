@@ -129,6 +129,20 @@ def test_whole_groups_keep_their_size_and_cut_ones_are_split() -> None:
     assert sizes == [64, 32, 32]
 
 
+def test_rotated_columns_are_cut_between_blocks_only() -> None:
+    spec, shape = BipolarSpec(4, 8, act_zero=True, rotate_inputs=True), (N, 1024)
+    tensors = random_tensors(spec, shape)
+    whole = dequantize(spec, tensors, shape)
+    own, kept = shard(spec, tensors, shape, out_spans=[(0, N)], in_span=(512, 1024))
+    assert own == spec == shard_spec(spec, 1024, (512, 1024))
+    assert torch.equal(dequantize(own, kept, (N, 512)), whole[:, 512:])
+    for span in ((0, 128), (128, 1024)):
+        with pytest.raises(CheckpointError, match="over which the input is rotated"):
+            shard(spec, tensors, shape, out_spans=[(0, N)], in_span=span)
+        with pytest.raises(CheckpointError, match="over which the input is rotated"):
+            shard_spec(spec, 1024, span)
+
+
 @pytest.mark.parametrize("columns", [(4, 192), (0, 12)], ids=["start", "end"])
 def test_a_cut_within_a_byte_is_refused(columns: tuple[int, int]) -> None:
     spec = SPECS["bcq"]

@@ -16,6 +16,8 @@ SPECS = [
     BipolarSpec(3, 4, -1, "per_tensor"),
     BipolarSpec(4, 8, 64),
     BipolarSpec(4, 16),
+    BipolarSpec(4, 4, act_zero=True, rotate_inputs=True),
+    BipolarSpec(4, 8, 64, act_zero=True, rotate_inputs=True),
 ]
 FLOAT_RTOL = 2e-2  # fp16 outputs of a product of fp16-rounded operands (per group, weight only)
 

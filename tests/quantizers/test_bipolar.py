@@ -14,7 +14,7 @@ from quantkit.formats.table import FORMATS, dequantize
 from quantkit.methods import check_recipe
 from quantkit.ops.bipolar.op import bipolar_linear
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.bipolar import BipolarSettings, needs_stats, quantize
+from quantkit.quantizers.bipolar import BipolarSettings, needs_stats, quantize, stored_specs
 from quantkit.recipe import load_recipe
 from quantkit.stats import LayerStats
 
@@ -47,6 +47,8 @@ def _output_error(layer: LayerInput, packed: PackedWeight) -> float:
         spec.act_bits,
         spec.group_size,
         spec.act_granularity == "per_token",
+        spec.act_zero,
+        spec.rotate_inputs,
     )
     expected = x @ layer.weight.T
     return ((y - expected).norm() / expected.norm()).item()
@@ -78,6 +80,36 @@ def test_search_beats_absmax(bits: int, granularity: str) -> None:
     searched = quantize(layer, BipolarSettings(bits, bits, act_granularity=granularity))
     plain = quantize(layer, BipolarSettings(bits, bits, act_granularity=granularity, search=False))
     assert _output_error(layer, searched) < _output_error(layer, plain)
+
+
+def test_rotated_inputs_spread_an_outlier() -> None:
+    layer = _layer(outlier=50.0)
+    plain, rotated = (quantize(layer, BipolarSettings(8, 4, rotate_inputs=on)) for on in (False, True))
+    assert _output_error(layer, rotated) < 0.6 * _output_error(layer, plain)
+    assert rotated.report["weight_error"] < 2 * plain.report["weight_error"]  # both in the columns of the model
+
+
+def test_a_zero_point_halves_the_error_of_inputs_without_a_sign() -> None:
+    layer = _layer()
+    assert layer.stats is not None
+    layer = replace(layer, stats=replace(layer.stats, sample=layer.stats.sample.relu()))
+    plain, zero = (quantize(layer, BipolarSettings(8, 4, act_zero=on)) for on in (False, True))
+    assert _output_error(layer, zero) < 0.6 * _output_error(layer, plain)
+
+
+def test_gptq_of_a_rotated_layer_uses_the_rotated_hessian() -> None:
+    layer = _layer()
+    assert layer.stats is not None
+    mixed = layer.stats.sample @ (torch.eye(COLUMNS) + 0.2 * torch.randn(COLUMNS, COLUMNS))
+    layer = replace(layer, stats=replace(layer.stats, sample=mixed), hessian=mixed.T @ mixed / len(mixed))
+    settings = BipolarSettings(3, 8, rotate_inputs=True, act_zero=True)
+    plain, compensated = (quantize(layer, replace(settings, gptq=gptq)) for gptq in (False, True))
+    assert _output_error(layer, compensated) < 0.9 * _output_error(layer, plain)
+
+
+def test_inputs_that_cannot_be_rotated_are_refused_before_the_work() -> None:
+    with pytest.raises(RecipeError, match="multiple of 8, not 12"):
+        stored_specs(BipolarSettings(rotate_inputs=True), (4, 12))
 
 
 def test_one_bit_scale_is_near_the_mean_magnitude() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from quantkit.cuda.architectures import WARP_THREADS, WARPGROUP_THREADS, Architecture, Kernel, architecture
 from quantkit.cuda.compile import CompileUnit
 from quantkit.cuda.source import KernelSource
+from quantkit.formats.hadamard import SIGN_WORDS
 from quantkit.formats.planes import MAX_BITS
 from quantkit.ops.bipolar.layout import BLOCK_ROWS, CHUNK_BYTES, LINE_BYTES, ORDER_ROWS
 from quantkit.ops.constants import SHARED_CONSTANTS
@@ -64,10 +66,12 @@ _CONSTANTS = {
     "EXPAND_WARPS": _EXPAND_WARPS,
     "QUANTIZE_WARPS": QUANTIZE_WARPS,
 }
+_SIGNED_CONSTANTS = {**_CONSTANTS, **{f"SIGNS_{i}": word for i, word in enumerate(SIGN_WORDS)}}
 _WGMMA = KernelSource("bipolar/gemm_wgmma.cu", _CONSTANTS)
 _MMA = KernelSource("bipolar/gemm_mma.cu", _CONSTANTS)
 _GEMV = KernelSource("bipolar/gemv.cu", _CONSTANTS)
 _QUANTIZE = KernelSource("bipolar/quantize.cu", _CONSTANTS)
+_QUANTIZE_ROTATED = KernelSource("bipolar/quantize_rotated.cu", _SIGNED_CONSTANTS)
 _EXPAND = KernelSource("bipolar/expand.cu", _CONSTANTS)
 
 
@@ -144,30 +148,35 @@ def wgmma_tiles(planes_w: int, planes_x: int, as_bytes: bool) -> list[WgmmaTile]
     return [large, *half, small]
 
 
-def wgmma_unit(tile: WgmmaTile, dtype: int) -> CompileUnit:
-    """bipolar_gemm_wgmma for a tile and an element type (a code of quantkit.cuda.launch)."""
+def wgmma_unit(tile: WgmmaTile, dtype: int, zero: bool = False) -> CompileUnit:
+    """bipolar_gemm_wgmma for a tile and an element type (a code of quantkit.cuda.launch). zero: with zero points."""
     element_bytes = 4 if dtype == _FLOAT32 else 2
     stages, shape = tile.stages(element_bytes), (int(tile.as_bytes), tile.planes_w, tile.planes_x, tile.swap)
     shared_mem = _SHARED_ALIGNMENT + stages * tile.stage_bytes + tile.slab_bytes(element_bytes)
-    arguments = (*shape, tile.rows_b, tile.consumers, stages, dtype)
+    arguments = (*shape, tile.rows_b, tile.consumers, stages, dtype, zero)
     return CompileUnit(_WGMMA, "bipolarGemmWgmma", arguments, shared_mem)
 
 
-def mma_unit(planes_w: int, planes_x: int, as_bytes: bool) -> CompileUnit:
+def mma_unit(planes_w: int, planes_x: int, as_bytes: bool, zero: bool = False) -> CompileUnit:
     """bipolar_gemm_mma for a pair of operands, with as many stages of half a k tile as every GPU has room for."""
     stage_bytes = (planes_w + planes_x) * BLOCK_ROWS * LINE_BYTES // 2
     stages = min(_MMA_MAX_STAGES, _MMA_SHARED_BYTES // stage_bytes)
-    return CompileUnit(_MMA, "bipolarGemmMma", (int(as_bytes), planes_w, planes_x, stages), stages * stage_bytes)
+    return CompileUnit(_MMA, "bipolarGemmMma", (int(as_bytes), planes_w, planes_x, stages, zero), stages * stage_bytes)
 
 
-def gemv_unit(weight_bits: int, groups: int) -> CompileUnit:
+def gemv_unit(weight_bits: int, groups: int, zero: bool = False) -> CompileUnit:
     """bipolar_gemv for one number of weight planes and one of GEMV_GROUPS."""
-    return CompileUnit(_GEMV, "bipolarGemv", (weight_bits, groups))
+    return CompileUnit(_GEMV, "bipolarGemv", (weight_bits, groups, zero))
 
 
 def quantize_unit(planes: int, dtype: int) -> CompileUnit:
     """bipolar_quantize for a number of planes, or 0 for bytes."""
     return CompileUnit(_QUANTIZE, "bipolarQuantize", (planes, dtype))
+
+
+def quantize_rotated_unit(planes: int, dtype: int) -> CompileUnit:
+    """The same for rotated inputs and zero points."""
+    return CompileUnit(_QUANTIZE_ROTATED, "bipolarQuantizeRotated", (planes, dtype))
 
 
 def expand_unit(weight_bits: int) -> CompileUnit:
@@ -185,10 +194,11 @@ def bipolar_units(row: Architecture) -> Iterator[CompileUnit]:
     """Every bipolar instance that can be asked for on a GPU generation."""
     for dtype in range(_DTYPES):
         yield from (quantize_unit(planes, dtype) for planes in range(MAX_BITS + 1))
+        yield from (quantize_rotated_unit(planes, dtype) for planes in range(MAX_BITS + 1))
     for weight_bits in range(1, MAX_BITS + 1):
         yield expand_unit(weight_bits)
         if Kernel.BIPOLAR_GEMV in row.kernels:
-            yield from (gemv_unit(weight_bits, groups) for groups in GEMV_GROUPS)
+            yield from (gemv_unit(weight_bits, groups, zero) for groups in GEMV_GROUPS for zero in (False, True))
     binary = [(p, q, False) for p, q in binary_pairs()]
     for kernel, operands in (
         (Kernel.BIPOLAR_BINARY_WGMMA, binary),
@@ -196,7 +206,8 @@ def bipolar_units(row: Architecture) -> Iterator[CompileUnit]:
     ):
         if kernel in row.kernels:
             for p, q, as_bytes in operands:
-                yield from (wgmma_unit(tile, dtype) for tile in wgmma_tiles(p, q, as_bytes) for dtype in range(_DTYPES))
+                tiles = wgmma_tiles(p, q, as_bytes)
+                yield from (wgmma_unit(*case) for case in product(tiles, range(_DTYPES), (False, True)))
     for kernel, operands in ((Kernel.BIPOLAR_BINARY_MMA, binary), (Kernel.BIPOLAR_INT8_MMA, [(1, 1, True)])):
         if kernel in row.kernels:
-            yield from (mma_unit(p, q, as_bytes) for p, q, as_bytes in operands)
+            yield from (mma_unit(*case, zero) for case in operands for zero in (False, True))

@@ -11,7 +11,8 @@ from quantkit.cuda.architectures import WARP_THREADS, Kernel
 from quantkit.cuda.device import gpu_of
 from quantkit.cuda.launch import DTYPE_CODES, Launch
 from quantkit.cuda.parameters import Argument
-from quantkit.formats.bipolar import largest_value
+from quantkit.formats.bipolar import ActCoding, largest_value
+from quantkit.formats.hadamard import block_width, inverse_root
 from quantkit.ops.bipolar.instances import (
     EXPAND_THREADS,
     GEMV_GROUPS,
@@ -24,6 +25,7 @@ from quantkit.ops.bipolar.instances import (
     expand_unit,
     gemv_unit,
     mma_unit,
+    quantize_rotated_unit,
     quantize_unit,
     wgmma_unit,
 )
@@ -35,7 +37,8 @@ from quantkit.ops.bipolar.plan import INT8_KERNELS, WGMMA_KERNELS, best_tile, ke
 class Activations:
     """Quantized activations of M tokens in tile order.
 
-    tiles: [blocks, k tiles, planes, 64, 128] uint8. sums: [M] int32, sums of codes. steps: [M] fp32.
+    tiles: [blocks, k tiles, planes, 64, 128] uint8. sums: [M] int32, sums of codes; with zero points [2, M], of which
+    the second row is twice these. steps: [M] fp32.
     """
 
     tiles: Tensor
@@ -54,7 +57,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class Product:
-    """Operands of y [M, N] = x W^T + bias, and y. in_features: K. bits: of the codes of x and W."""
+    """Operands of y [M, N] = x W^T + bias, and y. in_features: K. bits: of the codes of x and W.
+
+    zero: whether tokens have zero points.
+    """
 
     acts: Activations
     weight: Weight
@@ -62,6 +68,7 @@ class Product:
     y: Tensor
     in_features: int
     bits: tuple[int, int]
+    zero: bool = False
 
     @property
     def planes(self) -> tuple[int, int]:
@@ -91,32 +98,39 @@ class Product:
         return {"actLimit": largest_value(act_bits), "weightLimit": largest_value(weight_bits)}
 
 
-def quantize_tiles(x: Tensor, act_clip: Tensor, act_bits: int, *, per_token: bool, as_bytes: bool) -> Activations:
+def quantize_tiles(x: Tensor, act_clip: Tensor, coding: ActCoding, *, as_bytes: bool) -> Activations:
     """Quantize activations x [M, K] in one launch; ``as_bytes`` for INT8 products."""
     m, k = x.shape
     depth = LINE_BYTES if as_bytes else BITS_PER_LINE
-    shape = (-(-m // BLOCK_ROWS), -(-k // depth), 1 if as_bytes else act_bits, BLOCK_ROWS, LINE_BYTES)
+    shape = (-(-m // BLOCK_ROWS), -(-k // depth), 1 if as_bytes else coding.bits, BLOCK_ROWS, LINE_BYTES)
     made = Activations(
         torch.empty(shape, dtype=torch.uint8, device=x.device),
-        torch.empty(m, dtype=torch.int32, device=x.device),
+        torch.empty((2, m) if coding.zero else (m,), dtype=torch.int32, device=x.device),
         torch.empty(m, dtype=torch.float32, device=x.device),
     )
+    args: dict[str, Argument] = {
+        "x": x,
+        "actClip": act_clip,
+        "tiles": made.tiles,
+        "sums": made.sums,
+        "steps": made.steps,
+        "M": m,
+        "K": k,
+        "actLimit": largest_value(coding.bits),
+        "perToken": int(coding.per_token),
+    }
+    planes, dtype = 0 if as_bytes else coding.bits, DTYPE_CODES[x.dtype]
+    unit = quantize_unit(planes, dtype)
+    if coding.zero or coding.rotated:
+        unit = quantize_rotated_unit(planes, dtype)
+        width = block_width(k) if coding.rotated else 0
+        args |= {"zero": int(coding.zero), "width": width, "root": inverse_root(width) if width else 1.0}
     Launch(
-        quantize_unit(0 if as_bytes else act_bits, DTYPE_CODES[x.dtype]),
+        unit,
         x.device,
         grid=(m,),
         block=min(QUANTIZE_WARPS, -(-k // BITS_PER_LINE)) * WARP_THREADS,
-        args={
-            "x": x,
-            "actClip": act_clip,
-            "tiles": made.tiles,
-            "sums": made.sums,
-            "steps": made.steps,
-            "M": m,
-            "K": k,
-            "actLimit": largest_value(act_bits),
-            "perToken": int(per_token),
-        },
+        args=args,
         overlap=True,
     ).run()
     return made
@@ -143,7 +157,7 @@ def gemv_launch(product: Product) -> Launch:
     groups = next((g for g in GEMV_GROUPS if m * act_bits <= g * GEMV_PAIRS), GEMV_GROUPS[-1])
     tokens = groups * GEMV_PAIRS // act_bits
     return Launch(
-        gemv_unit(product.planes[0], groups),
+        gemv_unit(product.planes[0], groups, product.zero),
         product.y.device,
         grid=(-(-n // ORDER_ROWS) * (ORDER_ROWS // GEMV_ROWS), -(-m // tokens)),
         block=GEMV_THREADS,
@@ -155,7 +169,7 @@ def mma_launch(product: Product, *, as_bytes: bool) -> Launch:
     """y on products of warps, of planes or bytes."""
     m, n = product.y.shape
     return Launch(
-        mma_unit(*product.planes, as_bytes),
+        mma_unit(*product.planes, as_bytes, product.zero),
         product.y.device,
         grid=(-(-n // BLOCK_ROWS), -(-m // BLOCK_ROWS)),
         block=MMA_THREADS,
@@ -168,7 +182,7 @@ def wgmma_launch(product: Product, tile: WgmmaTile, processors: int) -> Launch:
     along_a, along_b = tile.count(*product.y.shape)
     counts = {"tilesA": along_a, "tilesB": along_b, "tiles": along_a * along_b}
     return Launch(
-        wgmma_unit(tile, DTYPE_CODES[product.y.dtype]),
+        wgmma_unit(tile, DTYPE_CODES[product.y.dtype], product.zero),
         product.y.device,
         grid=(min(along_a * along_b, processors),),
         block=tile.threads,
@@ -177,20 +191,18 @@ def wgmma_launch(product: Product, tile: WgmmaTile, processors: int) -> Launch:
     )
 
 
-def multiply(
-    x: Tensor, act_clip: Tensor, weight: Weight, *, bias: Tensor | None, act_bits: int, per_token: bool
-) -> Tensor:
+def multiply(x: Tensor, act_clip: Tensor, weight: Weight, *, bias: Tensor | None, coding: ActCoding) -> Tensor:
     """y [M, N] of x [M, K] and a prepared weight on x's GPU."""
     (m, k), weight_bits = x.shape, weight.tiles.shape[2]
     y = torch.empty(m, weight.row_sums.shape[0], dtype=x.dtype, device=x.device)
     if not m:
         return y
     gpu = gpu_of(x.device)
-    kernel = kernel_for(weight_bits, act_bits, (m, k), gpu.architecture)
+    kernel = kernel_for(weight_bits, coding.bits, (m, k), gpu.architecture, act_zero=coding.zero)
     as_bytes = kernel in INT8_KERNELS
-    acts = quantize_tiles(x.contiguous(), act_clip, act_bits, per_token=per_token, as_bytes=as_bytes)
+    acts = quantize_tiles(x.contiguous(), act_clip, coding, as_bytes=as_bytes)
     operand = replace(weight, tiles=expand(weight.tiles, k)) if as_bytes else weight
-    product = Product(acts, operand, bias, y, k, (act_bits, weight_bits))
+    product = Product(acts, operand, bias, y, k, (coding.bits, weight_bits), coding.zero)
     if kernel is Kernel.BIPOLAR_GEMV:
         launch = gemv_launch(product)
     elif kernel in WGMMA_KERNELS:

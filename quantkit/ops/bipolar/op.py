@@ -19,11 +19,14 @@ from torch.nn.functional import linear
 from quantkit.formats.bcq import ROW_WISE, group_width
 from quantkit.formats.bipolar import (
     FLOAT_ACT_BITS,
+    ActCoding,
+    act_values,
     codes_to_values,
     dequantize_bipolar,
+    largest_act,
     largest_value,
-    quantize_activations,
 )
+from quantkit.formats.hadamard import NARROWEST_BLOCK
 from quantkit.formats.planes import pack_codes, packed_width, unpack_codes
 from quantkit.ops.bcq.op import bcq_linear
 from quantkit.ops.bipolar.launch import Weight, multiply
@@ -84,6 +87,7 @@ class BipolarLinear(NamedTuple):
     """y [..., N] = x [..., K] W^T + bias of canonical tensors.
 
     bit_planes: [bits, N, ceil(K/8)] uint8. scales: [N, G] fp16. act_clip: [1], or None with act_bits 16. bias: [N].
+    act_zero: each token has a zero point. rotate_inputs: the planes are of W Q, x is multiplied by Q (hadamard.py).
     """
 
     x: Tensor
@@ -94,6 +98,8 @@ class BipolarLinear(NamedTuple):
     act_bits: int
     group_size: int
     per_token: bool
+    act_zero: bool = False
+    rotate_inputs: bool = False
 
 
 class BipolarPreparedLinear(NamedTuple):
@@ -110,6 +116,8 @@ class BipolarPreparedLinear(NamedTuple):
     bias: Tensor | None
     act_bits: int
     per_token: bool
+    act_zero: bool = False
+    rotate_inputs: bool = False
 
 
 def bipolar_linear_reference(op: BipolarLinear) -> Tensor:
@@ -118,10 +126,10 @@ def bipolar_linear_reference(op: BipolarLinear) -> Tensor:
     if op.act_clip is None or op.act_bits == FLOAT_ACT_BITS:
         weight = dequantize_bipolar(op.bit_planes, op.scales, in_features, op.group_size)
         return linear(x, weight.to(x.dtype), None if op.bias is None else op.bias.to(x.dtype))
-    x_codes, step = quantize_activations(x.reshape(-1, in_features), op.act_clip, op.act_bits, op.per_token)
-    x_values = codes_to_values(x_codes, op.act_bits)
+    x_values, step = act_values(x.reshape(-1, in_features), op.act_clip, _coding(op))
     w_values = codes_to_values(unpack_codes(op.bit_planes, in_features), weight_bits)
-    bound, width = largest_value(op.act_bits) * largest_value(weight_bits), group_width(op.group_size, in_features)
+    bound = largest_act(op.act_bits, op.act_zero) * largest_value(weight_bits)
+    width = group_width(op.group_size, in_features)
     y = torch.zeros(x_values.shape[0], w_values.shape[0], dtype=torch.float32, device=x.device)
     for group, start in enumerate(range(0, in_features, width)):
         part = slice(start, start + width)
@@ -131,17 +139,32 @@ def bipolar_linear_reference(op: BipolarLinear) -> Tensor:
     return y.to(x.dtype).reshape(*x.shape[:-1], -1)
 
 
+def _coding(op: BipolarLinear | BipolarPreparedLinear) -> ActCoding:
+    return ActCoding(op.act_bits, op.per_token, op.act_zero, op.rotate_inputs)
+
+
 def bipolar_prepared_linear_reference(op: BipolarPreparedLinear) -> Tensor:
     """bipolar_linear_reference of the weight that the tiles were made from."""
     bit_planes = untile_weight(op.tiles, op.row_sums.shape[0], packed_width(op.x.shape[-1]))
-    plain = BipolarLinear(op.x, bit_planes, op.scales, op.act_clip, op.bias, op.act_bits, ROW_WISE, op.per_token)
+    plain = BipolarLinear(
+        op.x,
+        bit_planes,
+        op.scales,
+        op.act_clip,
+        op.bias,
+        op.act_bits,
+        ROW_WISE,
+        op.per_token,
+        op.act_zero,
+        op.rotate_inputs,
+    )
     return bipolar_linear_reference(plain)
 
 
 def _prepared_linear_cuda(op: BipolarPreparedLinear) -> Tensor:
     x = op.x.reshape(-1, op.x.shape[-1])
     weight, bias = Weight(op.tiles, op.row_sums, op.scales), None if op.bias is None else op.bias.to(x.dtype)
-    y = multiply(x, op.act_clip, weight, bias=bias, act_bits=op.act_bits, per_token=op.per_token)
+    y = multiply(x, op.act_clip, weight, bias=bias, coding=_coding(op))
     return y.reshape(*op.x.shape[:-1], -1)
 
 
@@ -153,17 +176,31 @@ def _linear_cuda(op: BipolarLinear) -> Tensor:
     """
     in_features, scales = op.x.shape[-1], op.scales
     if op.act_clip is not None and group_width(op.group_size, in_features) == in_features:
-        tiles, sums = tile_weight(op.bit_planes), plane_row_sums(op.bit_planes, in_features)
-        prepared = BipolarPreparedLinear(op.x, tiles, sums, scales, op.act_clip, op.bias, op.act_bits, op.per_token)
-        return _prepared_linear_cuda(prepared)
-    rounded = op.x if op.act_clip is None else round_activations(op.x, op.act_clip, op.act_bits, op.per_token)
+        return _prepared_linear_cuda(_prepared(op, op.act_clip))
+    rounded = op.x if op.act_clip is None else round_activations(op, op.act_clip)
     return bcq_linear(rounded, op.bit_planes, bcq_scales(scales, op.bit_planes.shape[0]), None, op.bias, op.group_size)
 
 
-def round_activations(x: Tensor, act_clip: Tensor, act_bits: int, per_token: bool) -> Tensor:
-    """x [..., K] with every value replaced by the one its code stands for, in x's dtype."""
-    codes, step = quantize_activations(x.reshape(-1, x.shape[-1]), act_clip, act_bits, per_token)
-    return (codes_to_values(codes, act_bits).float() * step).to(x.dtype).reshape(x.shape)
+def _prepared(op: BipolarLinear, act_clip: Tensor) -> BipolarPreparedLinear:
+    """The same of the weight in tile order."""
+    return BipolarPreparedLinear(
+        op.x,
+        tile_weight(op.bit_planes),
+        plane_row_sums(op.bit_planes, op.x.shape[-1]),
+        op.scales,
+        act_clip,
+        op.bias,
+        op.act_bits,
+        op.per_token,
+        op.act_zero,
+        op.rotate_inputs,
+    )
+
+
+def round_activations(op: BipolarLinear, act_clip: Tensor) -> Tensor:
+    """x [..., K] as the product sees it, in x's dtype: rotated, and every value the one that its code stands for."""
+    values, step = act_values(op.x.reshape(-1, op.x.shape[-1]), act_clip, _coding(op))
+    return (values.float() * step).to(op.x.dtype).reshape(op.x.shape)
 
 
 def bcq_scales(scales: Tensor, weight_bits: int) -> Tensor:
@@ -183,18 +220,23 @@ def _linear_samples() -> Iterator[BipolarLinear]:
         planes, x = pack_codes(codes, weight_bits), torch.randn(tokens, in_features)
         clip, bias = torch.tensor([0.7]), torch.randn(out_features)
         scales = (torch.rand(out_features, 1) * 0.01 + 0.001).half()
-        yield BipolarLinear(x, planes, scales, clip, bias, act_bits, ROW_WISE, True)
-        yield BipolarLinear(x.half(), planes, scales, clip, None, act_bits, ROW_WISE, False)
+        row_wise = BipolarLinear(x, planes, scales, clip, bias, act_bits, ROW_WISE, True)
+        yield row_wise
+        yield row_wise._replace(x=x.half(), bias=None, per_token=False)
+        yield row_wise._replace(act_zero=True)
+        if in_features % NARROWEST_BLOCK == 0:
+            yield row_wise._replace(x=x.half(), bias=None, rotate_inputs=True)
+            yield row_wise._replace(x=x.bfloat16(), act_zero=True, rotate_inputs=True)
         grouped = scales.expand(-1, -(-in_features // _SAMPLE_GROUP)).contiguous()
-        yield BipolarLinear(x.half(), planes, grouped, clip, None, act_bits, _SAMPLE_GROUP, True)
-        yield BipolarLinear(x.half(), planes, grouped, None, bias.half(), FLOAT_ACT_BITS, _SAMPLE_GROUP, True)
+        by_group = row_wise._replace(x=x.half(), scales=grouped, bias=None, group_size=_SAMPLE_GROUP)
+        yield by_group
+        yield by_group._replace(act_clip=None, bias=bias.half(), act_bits=FLOAT_ACT_BITS)
 
 
 def _prepared_linear_samples() -> Iterator[BipolarPreparedLinear]:
     for op in _linear_samples():
         if op.act_clip is not None and op.group_size == ROW_WISE:
-            tiles, sums = tile_weight(op.bit_planes), plane_row_sums(op.bit_planes, op.x.shape[-1])
-            yield BipolarPreparedLinear(op.x, tiles, sums, op.scales, op.act_clip, op.bias, op.act_bits, op.per_token)
+            yield _prepared(op, op.act_clip)
 
 
 bipolar_linear = define_op(

@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import prod
 
 from quantkit.cuda.architectures import Architecture, Kernel
-from quantkit.formats.bipolar import largest_value
+from quantkit.formats.bipolar import largest_act, largest_value
 from quantkit.formats.planes import MAX_BITS
 from quantkit.ops.bipolar.instances import BINARY_LIMIT, WgmmaTile, wgmma_tiles
 
@@ -41,25 +41,27 @@ class Path:
         return self.int8 if self.binary is None or in_features > self.longest else self.binary
 
 
-def path_for(weight_bits: int, act_bits: int, row: Architecture) -> Path:
-    """The path of a pair of widths on a GPU generation."""
+def path_for(weight_bits: int, act_bits: int, row: Architecture, *, act_zero: bool = False) -> Path:
+    """The path of a pair of widths on a GPU generation; with zero points sums are up to twice as large."""
     int8 = next(kernel for kernel in _INT8 if kernel in row.kernels)
     binary = next((kernel for kernel in _BINARY if kernel in row.kernels), None)
     if binary is None:
         return Path(None, 0, int8, "binary products are not native on this GPU")
     if weight_bits * act_bits > BINARY_LIMIT:
         return Path(None, 0, int8, f"more than {BINARY_LIMIT} plane products cost more than one INT8 product")
-    longest = _BINARY_SUMS // (largest_value(weight_bits) * largest_value(act_bits))
+    longest = _BINARY_SUMS // (largest_value(weight_bits) * largest_act(act_bits, act_zero))
     rates = f"at most {BINARY_LIMIT} plane products, each at {BINARY_LIMIT} times the INT8 rate"
     return Path(binary, longest, int8, f"{rates}; INT8 above K = {longest}")
 
 
-def kernel_for(weight_bits: int, act_bits: int, shape: tuple[int, int], row: Architecture) -> Kernel:
+def kernel_for(
+    weight_bits: int, act_bits: int, shape: tuple[int, int], row: Architecture, *, act_zero: bool = False
+) -> Kernel:
     """The kernel for x of ``shape`` [M, K]: the GEMV for few tokens where the GPU has it, else the path's."""
     tokens, in_features = shape
     if Kernel.BIPOLAR_GEMV in row.kernels and tokens * act_bits <= GEMV_LIMIT:
         return Kernel.BIPOLAR_GEMV
-    return path_for(weight_bits, act_bits, row).kernel(in_features)
+    return path_for(weight_bits, act_bits, row, act_zero=act_zero).kernel(in_features)
 
 
 def best_tile(planes_w: int, planes_x: int, as_bytes: bool, shape: tuple[int, int], processors: int) -> WgmmaTile:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quantkit.formats.bipolar import ActCoding
 from quantkit.formats.planes import pack_codes
 from quantkit.ops.bipolar.launch import Activations, Product, Weight, expand, quantize_tiles
 from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight
@@ -16,9 +17,19 @@ from quantkit.ops.bipolar.op import bipolar_linear, bipolar_prepared_linear
 class Problem:
     """Seeded operands on both devices, and what the reference makes of them."""
 
-    def __init__(self, shape: tuple[int, int, int], weight_bits: int, act_bits: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        weight_bits: int,
+        act_bits: int,
+        dtype: torch.dtype,
+        *,
+        zero: bool = False,
+        rotated: bool = False,
+    ):
         m, n, self.in_features = shape
         self.weight_bits, self.act_bits = weight_bits, act_bits
+        self.coding = ActCoding(act_bits, True, zero, rotated)
         self.x = torch.randn(m, self.in_features).to(dtype)
         codes = torch.randint(0, 1 << weight_bits, (n, self.in_features), dtype=torch.uint8)
         self.planes = pack_codes(codes, weight_bits)
@@ -27,7 +38,8 @@ class Problem:
 
     def expected(self) -> Tensor:
         """The reference's result, on the CPU."""
-        return bipolar_linear(self.x, self.planes, self.scales, self.clip, self.bias, self.act_bits, -1, True)
+        rest = self.act_bits, -1, True, self.coding.zero, self.coding.rotated
+        return bipolar_linear(self.x, self.planes, self.scales, self.clip, self.bias, *rest)
 
     def weight(self) -> Weight:
         """Prepared, of planes."""
@@ -36,7 +48,7 @@ class Problem:
 
     def activations(self, as_bytes: bool) -> Activations:
         """Quantized on the GPU."""
-        return quantize_tiles(self.x.cuda(), self.clip.cuda(), self.act_bits, per_token=True, as_bytes=as_bytes)
+        return quantize_tiles(self.x.cuda(), self.clip.cuda(), self.coding, as_bytes=as_bytes)
 
     def output(self) -> Tensor:
         """Room for y, poisoned: an element that is not written shows."""
@@ -47,10 +59,11 @@ class Problem:
         weight, bits = self.weight(), (self.act_bits, self.weight_bits)
         if as_bytes:
             weight = replace(weight, tiles=expand(weight.tiles, self.in_features))
-        return Product(self.activations(as_bytes), weight, self.bias.cuda(), self.output(), self.in_features, bits)
+        acts, y, zero = self.activations(as_bytes), self.output(), self.coding.zero
+        return Product(acts, weight, self.bias.cuda(), y, self.in_features, bits, zero)
 
     def run_op(self) -> Tensor:
         """The whole op on the GPU."""
         given = self.weight()
-        rest = self.clip.cuda(), self.bias.cuda(), self.act_bits, True
+        rest = self.clip.cuda(), self.bias.cuda(), self.act_bits, True, self.coding.zero, self.coding.rotated
         return bipolar_prepared_linear(self.x.cuda(), given.tiles, given.row_sums, given.scales, *rest)

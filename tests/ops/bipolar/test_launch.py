@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantkit.cuda.device import gpu_of
-from quantkit.formats.bipolar import check_exact, codes_to_values, largest_value, quantize_activations
+from quantkit.formats.bipolar import ActCoding, check_exact, codes_to_values, largest_value, quantize_activations
 from quantkit.formats.planes import pack_codes
 from quantkit.ops.bipolar.instances import WgmmaTile, binary_pairs, wgmma_tiles
 from quantkit.ops.bipolar.launch import expand, gemv_launch, mma_launch, quantize_tiles, wgmma_launch
@@ -45,12 +45,12 @@ def test_quantizer_gives_the_reference_codes(act_bits: int, k: int, dtype: torch
     x[3] = 0
     clip = torch.tensor([0.6])
     codes, step = quantize_activations(x, clip, act_bits, True)
-    acts = quantize_tiles(x.cuda(), clip.cuda(), act_bits, per_token=True, as_bytes=False)
+    acts = quantize_tiles(x.cuda(), clip.cuda(), ActCoding(act_bits), as_bytes=False)
     planes = pack_codes(codes, act_bits)
     assert torch.equal(untile_lines(acts.tiles, 65, planes.shape[2]).cpu(), planes)
     assert torch.equal(acts.sums.cpu(), codes.sum(1, dtype=torch.int32))
     assert torch.equal(acts.steps.cpu(), step[:, 0])
-    as_bytes = quantize_tiles(x.cuda(), clip.cuda(), act_bits, per_token=True, as_bytes=True)
+    as_bytes = quantize_tiles(x.cuda(), clip.cuda(), ActCoding(act_bits), as_bytes=True)
     assert torch.equal(untile_lines(as_bytes.tiles, 65, k)[0].cpu(), codes)
 
 

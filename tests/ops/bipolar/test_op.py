@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.formats.bipolar import codes_to_values, dequantize_bipolar, largest_value, quantize_activations
-from quantkit.formats.planes import pack_codes
+from quantkit.formats.bipolar import (
+    ActCoding,
+    act_values,
+    codes_to_values,
+    dequantize_bipolar,
+    largest_value,
+    quantize_activations,
+)
+from quantkit.formats.planes import pack_codes, unpack_codes
 from quantkit.ops.bipolar.op import bipolar_linear, bitwise_product, integer_product, popcount_product
 
 PAIRS = [(p, q) for p in range(1, 9) for q in range(1, 9)]
@@ -81,6 +88,35 @@ def test_linear_is_the_product_of_the_dequantized_operands(
     weight = dequantize_bipolar(given["bit_planes"], given["scales"], shape[2], group_size).double()  # type: ignore[arg-type]
     expected = x_hat @ weight.T + given["bias"]
     torch.testing.assert_close(bipolar_linear(**given).double(), expected, rtol=FP32_DOT_RTOL, atol=1e-3)
+
+
+@pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rotated"])
+@pytest.mark.parametrize("zero", [False, True], ids=["symmetric", "zero"])
+@pytest.mark.parametrize("group_size", [-1, 64], ids="g{}".format)
+def test_linear_is_that_of_int64_and_fp64(group_size: int, zero: bool, rotated: bool) -> None:
+    """Every group's integer sum in int64, scaled and added up in fp64."""
+    given = _operands((7, 65, 1160), 4, group_size, torch.device("cpu"))
+    x, clip, coding = given["x"], given["act_clip"], ActCoding(4, True, zero, rotated)
+    values, step = act_values(x, clip, coding)  # type: ignore[arg-type]
+    weight = codes_to_values(unpack_codes(given["bit_planes"], 1160), 4).long()  # type: ignore[arg-type]
+    width, scales = (1160 if group_size == -1 else group_size), given["scales"].double()  # type: ignore[union-attr]
+    expected = given["bias"].double().expand(7, -1).clone()  # type: ignore[union-attr]
+    for group, start in enumerate(range(0, 1160, width)):
+        sums = values.long()[:, start : start + width] @ weight[:, start : start + width].T
+        expected += sums.double() * step.double() * scales[:, group]
+    y = bipolar_linear(**given, act_zero=zero, rotate_inputs=rotated)
+    torch.testing.assert_close(y.double(), expected, rtol=FP32_DOT_RTOL, atol=1e-3)
+
+
+@pytest.mark.parametrize(("weight_bits", "act_bits"), PAIRS, ids=[f"w{p}a{q}" for p, q in PAIRS])
+def test_the_product_with_zero_points_is_what_the_kernels_recover(weight_bits: int, act_bits: int) -> None:
+    """4 U_x.U_w - 2 c_w rowsum(U_x) + 2 z (K c_w - 2 rowsum(U_w)): the c_x of planes.cuh is 2 z of the token."""
+    x, w = _codes(3, 77, act_bits).long(), _codes(5, 77, weight_bits).long()
+    zero = torch.randint(0, largest_value(act_bits) + 1, (3, 1))
+    c_w = largest_value(weight_bits)
+    expected = (2 * (x - zero)) @ (2 * w - c_w).T
+    recovered = 4 * x @ w.T - 2 * c_w * x.sum(1)[:, None] + 2 * zero * (77 * c_w - 2 * w.sum(1))[None, :]
+    assert torch.equal(recovered, expected)
 
 
 def test_weight_only_leaves_activations_alone() -> None:

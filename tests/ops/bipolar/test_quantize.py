@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.formats.bipolar import nearest_codes, quantize_activations
+from quantkit.formats.bipolar import ActCoding, nearest_codes, quantize_activations
 from quantkit.formats.planes import pack_codes
 from quantkit.ops.bipolar.launch import quantize_tiles
 from quantkit.ops.bipolar.layout import untile_lines
@@ -32,7 +32,7 @@ def check(x: Tensor, clip: float, act_bits: int, per_token: bool) -> None:
     codes, step = quantize_activations(x, act_clip, act_bits, per_token)
     codes[(x.float() / torch.where(step > 0, step, 1.0)).isnan()] = 0
     for as_bytes in (False, True):
-        made = quantize_tiles(x.cuda(), act_clip.cuda(), act_bits, per_token=per_token, as_bytes=as_bytes)
+        made = quantize_tiles(x.cuda(), act_clip.cuda(), ActCoding(act_bits, per_token), as_bytes=as_bytes)
         lines = codes[None] if as_bytes else pack_codes(codes, act_bits)
         stored = untile_lines(made.tiles, x.shape[0], made.tiles.shape[1] * made.tiles.shape[4]).cpu()
         told = f"{clip=} {act_bits=} {per_token=} {as_bytes=}"
@@ -98,7 +98,7 @@ def test_rows_that_begin_anywhere(dtype: torch.dtype) -> None:
     """K a multiple of 8, but x not at a multiple of 16 bytes."""
     flat = torch.randn(3 * 1096 + 1).to(dtype).cuda()
     x = flat[1:].view(3, 1096)
-    made = quantize_tiles(x, torch.ones(1).cuda(), 3, per_token=True, as_bytes=False)
+    made = quantize_tiles(x, torch.ones(1).cuda(), ActCoding(3), as_bytes=False)
     codes, _ = quantize_activations(x.cpu(), torch.ones(1), 3, True)
     assert torch.equal(untile_lines(made.tiles, 3, 137).cpu(), pack_codes(codes, 3))
 
