@@ -23,6 +23,7 @@ from quantkit.models.families import block_linears, merged_linears
 from quantkit.models.loading import first_device, is_quantized, open_stream, stored_dtype, stream_fingerprint
 from quantkit.models.logits import window_logits
 from quantkit.models.stream import ModelStream
+from quantkit.quantizers.base import ACTIVATIONS
 from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_settings
 from quantkit.search.document import plan_document, plan_recipe, plan_text
 from quantkit.search.measure import corrected_losses, measure_layers
@@ -103,6 +104,8 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
         raise RecipeError("`settings` attention_bits: no matter of the search; set it when the plan is applied")
     if recipe.tune is not None:
         raise RecipeError("`settings` tune: no matter of the search; set it when the plan is applied")
+    if recipe.settings.get("hessian", ACTIVATIONS) != ACTIVATIONS:
+        raise RecipeError("`settings` hessian: the search weighs all tokens alike; set it when the plan is applied")
     if recipe.settings.get("rotate"):
         raise RecipeError("`settings` rotate: the search quantizes layers as they are; set it when the plan is applied")
     if recipe.head_bits is not None:

@@ -26,7 +26,7 @@ from quantkit.formats.table import dequantize, spec_from_json, spec_to_json, sto
 from quantkit.methods import METHODS
 from quantkit.models.experts import expert_linears
 from quantkit.models.families import block_linears, linear_shape, linear_weight
-from quantkit.models.hessians import block_hessians
+from quantkit.models.hessians import Weighing, block_hessians
 from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import advance, capture_inputs
 from quantkit.progress import track
@@ -239,7 +239,7 @@ def blocks_with_hessians(
         for index in range(last + 1):
             with stream.block(index) as block:
                 own = {name: linears[name] for name in work if stream.owner(name) == stream.blocks[index][0]}
-                hessians = block_hessians(block, inputs, index, own, experts=experts) if own else {}
+                hessians = block_hessians(block, inputs, index, own, Weighing(experts=experts)) if own else {}
                 yield index, block, [_layer_input(name, own[name], calibration, hessians[name]) for name in own]
                 del hessians
                 if index < last:
