@@ -35,6 +35,7 @@ class LayerInput:
         for each of G equal parts of the rows (``row_parts``).
     folded_scale: [K] fp32, what a transform already took out of the input and put into the weight (smoothing):
         ``weight`` has it in, ``stats`` are of the input before. None where nothing was folded.
+    memo: what a method keeps of the Hessian for the next time that it quantizes this layer with other settings.
     """
 
     name: str
@@ -42,6 +43,7 @@ class LayerInput:
     stats: LayerStats | None = None
     hessian: Tensor | None = None
     folded_scale: Tensor | None = None
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def row_parts(self) -> list[LayerInput]:
         """The parts of the rows that have a Hessian [K, K] each; the layer itself where it has one or none."""

@@ -175,7 +175,8 @@ def table_path(calibration: Calibration, method: LayerMethod) -> Path:
 def _solver_files() -> list[Path]:
     """The quantizers, formats and this package's estimates: their defaults and results are the table's."""
     root = Path(__file__).parents[1]
-    return sorted(path for folder in ("formats", "quantizers", "search") for path in (root / folder).rglob("*.py"))
+    own = (path for folder in ("formats", "quantizers", "search") for path in (root / folder).rglob("*.py"))
+    return sorted([*own, root / "models" / "gradients.py"])
 
 
 def check_method(method: str) -> None:
@@ -213,7 +214,7 @@ def build_table(
             (layer, option)
             for _, _, layers_of_block in blocks_with_hessians(stream, calibration, missing)
             for layer in layers_of_block
-            for option in missing[layer.name]
+            for option in sorted(missing[layer.name], key=_by_group)
         )
         for layer, option in track(work, "error table", total=sum(map(len, missing.values()))):
             packed = method.quantize(layer, option)
@@ -222,6 +223,11 @@ def build_table(
         (name, option): _entry(cache, name, option, shapes[name]) for name, own in wanted.items() for option in own
     }
     return ErrorTable(shapes, entries)
+
+
+def _by_group(option: Option) -> tuple[int, int]:
+    """All widths of one group size in a row: compensation keeps the factor of their Hessian in between."""
+    return option.group_size, option.weight_bits
 
 
 def blocks_with_hessians(
