@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.quantizers import bipolar, hqq, rotation, rounding
-from quantkit.quantizers.base import LayerInput, Transformed
+from quantkit.quantizers.base import END_LOSS, LayerInput, Transformed
 from quantkit.quantizers.bcq import quantizer as bcq
 from quantkit.quantizers.flatten import quantizer as flatten
 from quantkit.quantizers.flatten import smoothing
@@ -124,6 +124,11 @@ def plan_layers(recipe: Recipe, layers: list[str]) -> dict[str, LayerPlan]:
     if len(rotating) > 1:
         raise RecipeError(f"recipe {recipe.name}: {' and '.join(rotating)} both rotate; the residual stream turns once")
     return plans
+
+
+def weighs_by_loss(plan: LayerPlan) -> bool:
+    """Whether a layer's Hessian is to be weighed by the gradients of the end loss."""
+    return getattr(plan.settings, "hessian", None) == END_LOSS
 
 
 def head_plan(bits: int) -> LayerPlan:

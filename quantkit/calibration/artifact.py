@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,13 @@ _SIGNED = ("sample",)  # the others are magnitudes and counts
 _MERGE_SEED = 0
 _TEXT = record({"name": text, "sha256": text, "seed": whole(0), "windows": whole(1)}, closed=True)
 _META = {"model": text, "fingerprint": text, "texts": list_of(_TEXT, least=1), "seq_len": whole(1), "quantkit": text}
-_OPTIONAL_META = {"prefix": list_of(whole(0), least=1)}
+_OPTIONAL_META = {"prefix": list_of(whole(0), least=1), "saliency": whole(1)}
 _DOCUMENT = record(
     {"schema": anything, "aliases": map_of(text, least=1), "meta": record(_META, _OPTIONAL_META, closed=True)},
     {"tokens": map_of(whole(0))},
     closed=True,
 )
+_SALIENCY = "saliency"
 _DAMAGED = "damaged; collect it anew"
 
 
@@ -55,7 +56,8 @@ class CalibrationMeta:
 
     model: the name it was made under; fingerprint: what decides whether it belongs to a model.
     quantkit: version of the program that collected it. prefix: tokens that stood in front of every window, which the
-        statistics do not count; none as a rule.
+        statistics do not count; none as a rule. saliency: groups of output channels per Linear whose squared gradients
+        are kept; 0 for none.
     """
 
     model: str
@@ -64,6 +66,7 @@ class CalibrationMeta:
     seq_len: int
     quantkit: str
     prefix: tuple[int, ...] = ()
+    saliency: int = 0
 
     @property
     def tokens(self) -> int:
@@ -76,8 +79,7 @@ class CalibrationMeta:
 
     def document(self) -> dict[str, Any]:
         """The same as the artifact holds it."""
-        fields = asdict(self)
-        return fields if self.prefix else {name: value for name, value in fields.items() if name != "prefix"}
+        return {name: value for name, value in asdict(self).items() if value or name not in _OPTIONAL_META}
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,14 @@ class Calibration:
     layers: Linears that share an input hold the very same LayerStats; the file stores it once. Those of experts are of
         the tokens that were routed to them, which the file states.
     windows: [n, seq_len] int32 token ids, for methods that stream Hessians through the model.
+    saliency: per Linear [n * seq_len, meta.saliency] bf16, mean squared gradient of the end loss over each group of
+        output channels (calibration/saliency.py); empty where none was asked for.
     """
 
     layers: dict[str, LayerStats]
     windows: Tensor
     meta: CalibrationMeta
+    saliency: Mapping[str, Tensor] = field(default_factory=dict)
 
     def stats_of(self, name: str) -> LayerStats:
         """What to quantize a Linear by.
@@ -127,6 +132,7 @@ def write_calibration(calibration: Calibration, path: Path, what: str) -> None:
     tensors = {"windows": calibration.windows.to(torch.int32)}
     for name in owners.values():
         tensors |= {f"{name}:{field}": getattr(calibration.layers[name], field) for field in STATS_FIELDS}
+    tensors |= {f"{name}:{_SALIENCY}": tensor for name, tensor in calibration.saliency.items()}
     routed = {name: calibration.layers[name].tokens for name in owners.values()}
     routed = {name: tokens for name, tokens in routed.items() if tokens != calibration.meta.tokens}
     document = {"schema": SCHEMA, "aliases": aliases, "meta": calibration.meta.document()}
@@ -147,12 +153,19 @@ def load_calibration(path: Path) -> Calibration:
     meta = document["meta"]
     texts = tuple(TextSource(**text) for text in meta["texts"])
     about = CalibrationMeta(
-        meta["model"], meta["fingerprint"], texts, meta["seq_len"], meta["quantkit"], tuple(meta.get("prefix", ()))
+        meta["model"],
+        meta["fingerprint"],
+        texts,
+        meta["seq_len"],
+        meta["quantkit"],
+        tuple(meta.get("prefix", ())),
+        meta.get("saliency", 0),
     )
     aliases: dict[str, str] = document["aliases"]
     tokens = dict.fromkeys(aliases.values(), about.tokens) | document.get("tokens", {})
     fields = _STORED_FIELDS[document["schema"]]
-    _check_tensors(what, file, tokens, about, fields)
+    weighed = list(aliases) if about.saliency else []
+    _check_tensors(what, file, tokens, about, fields, weighed)
     verification = Verification([file], CalibrationError) if verifies() else None
     with refusing(f"{what} cannot be read", CalibrationError):
         tensors = load_file(path)
@@ -160,7 +173,10 @@ def load_calibration(path: Path) -> Calibration:
         verification.finish()
     stats = {name: _read_stats(what, name, tensors, tokens[name], fields) for name in dict.fromkeys(aliases.values())}
     _check_values(what, "windows", tensors["windows"], signed=False)
-    return Calibration({name: stats[owner] for name, owner in aliases.items()}, tensors["windows"], about)
+    saliency = {name: tensors[f"{name}:{_SALIENCY}"] for name in weighed}
+    for name, values in saliency.items():
+        _check_values(what, f"{name}:{_SALIENCY}", values, signed=False)
+    return Calibration({name: stats[owner] for name, owner in aliases.items()}, tensors["windows"], about, saliency)
 
 
 def check_model(calibration: Calibration, model: Any, known: str | None = None) -> None:
@@ -195,6 +211,8 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
         raise CalibrationError(f"merge: made for different models ({a.model} and {b.model})")
     if a.prefix != b.prefix:
         raise CalibrationError("merge: collected behind different prefixes")
+    if a.saliency != b.saliency:
+        raise CalibrationError(f"merge: `saliency` of {a.saliency} and of {b.saliency} groups; use one for both")
     if a.seq_len != b.seq_len:
         raise CalibrationError(f"merge: windows of {a.seq_len} and of {b.seq_len} tokens; use one `seq_len` for both")
     rows = [{tuple(row) for row in windows.tolist()} for windows in (first.windows, second.windows)]
@@ -206,8 +224,9 @@ def merge(first: Calibration, second: Calibration) -> Calibration:
         if id(stats) not in merged:
             merged[id(stats)] = _merge_stats(stats, second.layers[name])
         layers[name] = merged[id(stats)]
-    meta = CalibrationMeta(a.model, a.fingerprint, a.texts + b.texts, a.seq_len, a.quantkit, a.prefix)
-    return Calibration(layers, torch.cat([first.windows, second.windows]), meta)
+    meta = replace(a, texts=a.texts + b.texts)
+    saliency = {name: torch.cat([own, second.saliency[name]]) for name, own in first.saliency.items()}
+    return Calibration(layers, torch.cat([first.windows, second.windows]), meta, saliency)
 
 
 def _document(what: str, file: TensorFile) -> dict[str, Any]:
@@ -222,9 +241,17 @@ def _document(what: str, file: TensorFile) -> dict[str, Any]:
 
 
 def _check_tensors(
-    what: str, file: TensorFile, tokens: Mapping[str, int], meta: CalibrationMeta, fields: Sequence[str]
+    what: str,
+    file: TensorFile,
+    tokens: Mapping[str, int],
+    meta: CalibrationMeta,
+    fields: Sequence[str],
+    weighed: Sequence[str],
 ) -> None:
-    """Names, shapes and dtypes of all tensors, from the header; tokens: that each statistics' name says it is of."""
+    """Names, shapes and dtypes of all tensors, from the header.
+
+    tokens: that each statistics' name says it is of. weighed: Linears with saliency.
+    """
     stored, windows = file.tensors, meta.tokens // meta.seq_len
     expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {"windows": (torch.int32, (windows, meta.seq_len))}
     for name, count in tokens.items():
@@ -236,6 +263,7 @@ def _check_tensors(
         expected |= {f"{name}:{field}": (torch.float32, columns) for field in fields}
         expected |= {f"{name}:histogram": (torch.int64, (HISTOGRAM_BINS,))}
         expected |= {f"{name}:sample": (torch.float32, (rows, *columns))}
+    expected |= {f"{name}:{_SALIENCY}": (torch.bfloat16, (meta.tokens, meta.saliency)) for name in weighed}
     for name, (dtype, shape) in expected.items():
         if name not in stored:
             raise CalibrationError(f"{what}: {_DAMAGED}; {name} is missing")
@@ -252,8 +280,8 @@ def _check_tensors(
 
 def _read_stats(what: str, name: str, tensors: Mapping[str, Tensor], tokens: int, fields: Sequence[str]) -> LayerStats:
     found = {field: tensors[f"{name}:{field}"] for field in fields}
-    for field, tensor in found.items():
-        _check_values(what, f"{name}:{field}", tensor, signed=field in _SIGNED)
+    for kind, tensor in found.items():
+        _check_values(what, f"{name}:{kind}", tensor, signed=kind in _SIGNED)
     return LayerStats(**found, tokens=tokens)
 
 

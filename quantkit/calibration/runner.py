@@ -16,6 +16,7 @@ from quantkit import __version__
 from quantkit.calibration.artifact import STATS_FIELDS, Calibration, CalibrationMeta, TextSource
 from quantkit.calibration.collectors import Collector, RoutedCollector, sample_positions
 from quantkit.calibration.prefix import find_prefix
+from quantkit.calibration.saliency import SaliencyPass, check_takes_saliency, collect_saliency
 from quantkit.data.corpora import Corpus
 from quantkit.data.windows import check_seq_len, check_vocabulary, shuffled_windows, tokenize
 from quantkit.errors import ModelError, StatsError
@@ -45,6 +46,7 @@ def calibrate(
     seed: int,
     activations: torch.dtype = torch.float32,
     prefix: bool = False,
+    saliency: int = 0,
     keep: Keep = passing_workspace,
     ranks: Ranks = ALONE,
 ) -> Calibration | None:
@@ -52,6 +54,7 @@ def calibrate(
 
     Experts are calibrated by the tokens routed to them.
     name: what the artifact calls the model. prefix: look for tokens that take massive channels, collect behind them.
+    saliency: groups of output channels per Linear whose gradients are kept too; 0 for none.
     activations: what hidden states are stored in between blocks.
     ranks: those that share the windows; the first gets the result, the others None.
     Raises ModelError (also for a quantized model) and DataError before the pass; StatsError, naming the layer, for
@@ -61,6 +64,8 @@ def calibrate(
     if is_quantized(model):
         raise ModelError(f"model {name} is quantized already; calibrate the floating-point model that it was made from")
     block_linears(model)
+    if saliency:
+        check_takes_saliency(model, saliency)
     check_seq_len(seq_len, model)
     ids = tokenize(tokenizer, corpus.text, name=corpus.name)
     check_vocabulary(ids, model, name=corpus.name)
@@ -75,16 +80,21 @@ def calibrate(
         "text": {**asdict(text), "tokens": _digest(chosen)},
         "vocabulary": _digest(vocabulary),
         "prefix": list(ahead),
+        "saliency": saliency,
         "activations": str(activations),
         "device": stream.device.type,
     }
     with shared_workspace(ranks, lambda: keep(identity)) as work:
         text_windows = TextWindows(chosen, vocabulary, ahead)
         layers = collect(stream, text_windows, seed=seed, activations=activations, work=work, ranks=ranks)
-    if layers is None:
+        weights: dict[str, Tensor] | None = {}
+        if saliency:
+            every = text_windows.every()[: len(chosen)]
+            weights = collect_saliency(SaliencyPass(stream, every, len(ahead), saliency, activations, work, ranks))
+    if layers is None or weights is None:
         return None
-    meta = CalibrationMeta(name, found, (text,), seq_len, __version__, ahead)
-    return Calibration(layers, chosen.to(torch.int32), meta)
+    meta = CalibrationMeta(name, found, (text,), seq_len, __version__, ahead, saliency)
+    return Calibration(layers, chosen.to(torch.int32), meta, weights)
 
 
 @dataclass(frozen=True)
@@ -145,7 +155,7 @@ def collect(
             commits.commit(tensors, {"aliases": aliases, "tokens": tokens}, following)
             if following is not None:
                 inputs = inputs.with_hidden(following)
-    return _read_back(work, list(linears)) if ranks.leads else None
+    return _read_back(work, list(linears), last + 1) if ranks.leads else None
 
 
 @dataclass(frozen=True)
@@ -219,9 +229,9 @@ def _digest(windows: Tensor) -> str:
     return sha256(windows.to(torch.int32).numpy().tobytes()).hexdigest()
 
 
-def _read_back(work: Workspace, names: list[str]) -> dict[str, LayerStats]:
+def _read_back(work: Workspace, names: list[str], blocks: int) -> dict[str, LayerStats]:
     found: dict[str, LayerStats] = {}
-    for number in range(work.finished):
+    for number in range(blocks):
         tensors, document = load_file(work.piece(number)), work.document(number)
         stats = {
             name: LayerStats(**{field: tensors[f"{name}:{field}"] for field in STATS_FIELDS}, tokens=tokens)

@@ -40,6 +40,13 @@ def calibrate(
     prefix: Annotated[
         bool, typer.Option("--prefix", help="Find tokens that take massive channels, for recipes with prefix: auto.")
     ] = False,
+    saliency: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Groups of output channels per Linear whose gradients are kept, for recipes with hessian: end_loss.",
+        ),
+    ] = 0,
     merge: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A B", help="Merge two artifacts of one model instead.")
     ] = None,
@@ -93,6 +100,7 @@ def calibrate(
             seed=seed,
             activations=hidden,
             prefix=prefix,
+            saliency=saliency,
             keep=partial(workspace, checked_place(out, "output"), restart=restart),
             ranks=ranks,
         )
@@ -123,6 +131,7 @@ def _show(result: Calibration, out: Path, json_path: Path | None) -> None:
             "layers": str(len(result.layers)),
             "tokens": f"{meta.tokens} ({len(result.windows)} windows of {meta.seq_len})",
             "text": ", ".join(f"{source.name} (sha256 {source.sha256}, seed {source.seed})" for source in meta.texts),
+            **({"saliency": f"{meta.saliency} groups of output channels"} if meta.saliency else {}),
             **({"prefix": f"tokens {', '.join(map(str, meta.prefix))}"} if meta.prefix else {}),
         }
     )
@@ -138,5 +147,6 @@ def _show(result: Calibration, out: Path, json_path: Path | None) -> None:
             "tokens": meta.tokens,
             "texts": [asdict(source) for source in meta.texts],
             "prefix": list(meta.prefix),
+            "saliency": meta.saliency,
         },
     )

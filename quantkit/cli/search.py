@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantkit.cli.common import print_facts
 from quantkit.errors import RecipeError
+
+if TYPE_CHECKING:
+    from quantkit.search.plan import Point
 
 
 def search(
@@ -27,8 +30,8 @@ def search(
             metavar="KEY=VALUE",
             help="per=layer|type, merged=same|free (same, the default: one choice for q, k, v and for gate, up, "
             "which engines run as one product), measure=LAYERS whose KL is measured, most sensitive first "
-            "(default: all; 0: faster), device (default: the first GPU, else the CPU), method, keep, or a setting of "
-            "the method; repeatable.",
+            "(default: all; 0: faster), compensate=false (faster, and worse), device (default: the first GPU, else the "
+            "CPU), method, keep, or a setting of the method; repeatable.",
         ),
     ] = None,
 ) -> None:
@@ -63,12 +66,20 @@ def search(
         "bits per weight": f"{result.bits_per_weight:.4f} (codes, scales and offsets of the quantized layers)",
         "size": f"at most {result.bytes} bytes (all weight files)",
         "predicted KL": f"{result.plan.predicted_kl:.5f} nats per token",
+        **_uniform_facts(result.uniform),
         "optimality": optimality(result.plan.gap, max_kl is not None),
         "error table": str(result.table_file),
     }
     if result.measured_kl is not None:
         facts["measured KL"] = f"{result.measured_kl:.5f} nats per token, quantized model on calibration text"
     print_facts(facts)
+
+
+def _uniform_facts(uniform: Point | None) -> dict[str, str]:
+    if uniform is None:
+        return {}
+    label, bits = uniform.label, uniform.bits_per_weight
+    return {"all layers alike": f"{label}, {bits:.4f} bits per weight: predicted KL {uniform.predicted_kl:.5f}"}
 
 
 def _integers(name: str, text: str) -> list[int]:

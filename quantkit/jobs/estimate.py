@@ -20,7 +20,7 @@ from quantkit.formats.base import Shape
 from quantkit.formats.table import stored_bytes
 from quantkit.integrations.transformers import install_layers, install_prefix
 from quantkit.jobs.quantize_blocks import HEAD_ROWS
-from quantkit.methods import METHODS, LayerPlan
+from quantkit.methods import METHODS, LayerPlan, weighs_by_loss
 from quantkit.models.families import linear_shape
 from quantkit.models.stream import ModelStream
 from quantkit.models.structure import untie_head
@@ -113,7 +113,7 @@ def estimate(
     state = 0 if artifact is None else artifact.windows.numel() * width * hidden_bytes
     weights = sum(rows * columns for rows, columns in shapes.values())
     tuned = 0 if tuning is None else _PROCESS_BYTES + tuning_bytes(stream.model, weights, tuning)
-    blockwise = _memory(stream, plans, shapes, state)
+    blockwise = _memory(stream, plans, shapes, state, 0 if artifact is None else artifact.meta.saliency)
     return Estimate(
         layers=layers,
         files=files[0],
@@ -135,8 +135,10 @@ def _file_bytes(stream: ModelStream, config: CheckpointConfig, dtype: Any) -> in
     return weight_bytes(model.to(dtype), weights_metadata(config_to_json(config)))
 
 
-def _memory(stream: ModelStream, plans: Mapping[str, LayerPlan], shapes: Mapping[str, Shape], state: int) -> int:
-    """The largest of what the parts take, one after the other."""
+def _memory(
+    stream: ModelStream, plans: Mapping[str, LayerPlan], shapes: Mapping[str, Shape], state: int, groups: int
+) -> int:
+    """The largest of what the parts take, one after the other. groups: Hessians of a Linear weighed by the loss."""
     parts: dict[str | None, int] = {}
     for name, parameter in stream.model.named_parameters():
         parts[stream.owner(name)] = parts.get(stream.owner(name), 0) + parameter.numel() * _FP32
@@ -145,14 +147,15 @@ def _memory(stream: ModelStream, plans: Mapping[str, LayerPlan], shapes: Mapping
     solving = max(sizes.values()) * _FP32 * _SOLVER_COPIES
     heads = [HEAD_ROWS * columns for name, (_, columns) in shapes.items() if name not in sizes]
     outside += sum(heads) * _FP32 * _SOLVER_COPIES
-    widths: dict[str | None, set[tuple[str, int]]] = {}
+    matrices: dict[str | None, dict[tuple[str, int], int]] = {}
     for name, plan in plans.items():
         if METHODS[plan.method].needs_hessian(plan.settings):
             # q, k and v share an input, and so do gate and up: one matrix per module that holds Linears and per width
-            key = (name.rpartition(".")[0], shapes[name][1])
-            widths.setdefault(stream.owner(name), set()).add(key)
+            width, several = shapes[name][1], groups if weighs_by_loss(plan) else 0
+            key = (name if several else name.rpartition(".")[0], width)
+            matrices.setdefault(stream.owner(name), {})[key] = max(several, 1) * width * width
     hessians = max(
-        (sum(k * k for _, k in own) + _HESSIAN_COPIES * max(k * k for _, k in own) for own in widths.values()),
+        (sum(own.values()) + _HESSIAN_COPIES * max(k * k for _, k in own) for own in matrices.values()),
         default=0,
     )
     return _PROCESS_BYTES + max(outside * 3 // 2, max(parts.values()) * 3 // 2 + solving + hessians * _FP32) + state

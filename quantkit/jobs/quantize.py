@@ -25,7 +25,7 @@ from quantkit.jobs.estimate import Estimate, estimate
 from quantkit.jobs.prefix_pass import prefix_of
 from quantkit.jobs.quantize_blocks import BlockWork, quantize_blocks
 from quantkit.jobs.tune import planned_tuning, tuned_piece
-from quantkit.methods import METHODS, LayerPlan, check_recipe, head_plan, plan_layers
+from quantkit.methods import METHODS, LayerPlan, check_recipe, head_plan, plan_layers, weighs_by_loss
 from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.loading import first_device, is_quantized, open_stream, stored_dtype, stream_fingerprint
 from quantkit.models.prefix import check_takes_prefix
@@ -258,7 +258,13 @@ def _quantize(job: Job, blocks: BlockWork, work: Workspace) -> tuple[CheckpointC
 
 
 def _check_calibration(plans: Mapping[str, LayerPlan], artifact: Calibration | None, recipe: Recipe) -> None:
+    weighed = next((name for name, plan in plans.items() if weighs_by_loss(plan)), None)
     if artifact is not None:
+        if weighed is not None and not artifact.saliency:
+            raise CalibrationError(
+                f"recipe {recipe.name}: hessian: end_loss needs a calibration with the gradients of {weighed}; "
+                "set `saliency` to 4 there"
+            )
         absent = [name for name in plans if name not in artifact.layers]
         if absent:
             raise CalibrationError(

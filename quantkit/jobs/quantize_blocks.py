@@ -21,10 +21,10 @@ from quantkit.formats.table import spec_from_json, spec_to_json
 from quantkit.integrations.transformers import install_layers, install_prefix
 from quantkit.jobs.prefix_pass import PrefixPass
 from quantkit.jobs.solve_layers import quantize_layers
-from quantkit.methods import METHODS, LayerPlan
+from quantkit.methods import METHODS, LayerPlan, weighs_by_loss
 from quantkit.models.experts import expert_linears
 from quantkit.models.families import linear_bias, linear_shape, linear_weight
-from quantkit.models.hessians import Features, block_hessians
+from quantkit.models.hessians import Features, Weighing, block_hessians
 from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import BlockInputs, fast_products, run_block, state_room, stored_inputs
 from quantkit.models.structure import untie_head
@@ -318,19 +318,30 @@ def _with_hessians(
     model = job.stream.model
     wanted: dict[str, nn.Module] = {}
     features: dict[str, Features] = {}
+    saliency: dict[str, Tensor] = {}
     for name, plan in plans.items():
         method, layer = METHODS[plan.method], layers[name]
         if method.needs_hessian(plan.settings):
             wanted[name] = model.get_submodule(name)
             if method.hessian_features is not None and layer is not None:
                 features[name] = method.hessian_features(layer, plan.settings)
+            if weighs_by_loss(plan):
+                saliency[name] = _saliency(job, name, plan)
     if not wanted:
         return {}
     with fast_products(job.stream.device):
-        hessians = block_hessians(block, inputs, index, wanted, features, expert_linears(model), ranks=job.ranks)
+        weighing = Weighing(features, expert_linears(model), saliency)
+        hessians = block_hessians(block, inputs, index, wanted, weighing, ranks=job.ranks)
     found: dict[str, LayerInput | None] = dict.fromkeys(wanted)
     for name, hessian in hessians.items():
         layer = layers[name]
         assert layer is not None
         found[name] = replace(layer, hessian=hessian)
     return found
+
+
+def _saliency(job: BlockWork, name: str, plan: LayerPlan) -> Tensor:
+    """[windows, seq_len, groups] of a Linear; one group where a rotation has mixed the channels of its output."""
+    assert job.artifact is not None
+    weights = job.artifact.saliency[name].view(*job.artifact.windows.shape, -1)
+    return weights.float().mean(dim=-1, keepdim=True) if getattr(plan.settings, "rotate", False) else weights

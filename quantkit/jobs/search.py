@@ -18,15 +18,16 @@ from quantkit.checkpoint.names import stored_names
 from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeError, refusing
 from quantkit.evaluation.divergence import score_logits
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
-from quantkit.methods import check_recipe, plan_layers
+from quantkit.methods import METHODS, check_recipe, plan_layers
 from quantkit.models.families import block_linears, merged_linears
 from quantkit.models.loading import first_device, is_quantized, open_stream, stored_dtype, stream_fingerprint
 from quantkit.models.logits import window_logits
 from quantkit.models.stream import ModelStream
+from quantkit.quantizers.base import ACTIVATIONS
 from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_settings
 from quantkit.search.document import plan_document, plan_recipe, plan_text
 from quantkit.search.measure import corrected_losses, measure_layers
-from quantkit.search.plan import Mode, Plan, Problem, choose
+from quantkit.search.plan import Mode, Plan, Point, Problem, best_uniform, choose
 from quantkit.search.sizes import fixed_bytes, offset_digits, quantized_bytes, shard_overhead
 from quantkit.search.table import (
     ErrorTable,
@@ -80,11 +81,13 @@ class SearchSettings:
 class SearchResult:
     """measured_kl: of the model quantized by the plan, on calibration text; only measured within a budget of KL.
 
-    bytes: of the weight files, not exceeded when written.
+    bytes: of the weight files, not exceeded when written. uniform: the best (q, g) for all layers alike that is as
+    small, by the same table; None where none is.
     """
 
     plan: Plan
     bits_per_weight: float
+    uniform: Point | None
     bytes: int
     measured_kl: float | None
     table_file: Path
@@ -93,16 +96,22 @@ class SearchResult:
 def search_settings(settings: Sequence[str]) -> SearchSettings:
     """Settings from ``key=value``: method and keep, per, merged, measure and device, and the method's own.
 
+    Methods that compensate do so unless ``compensate=false`` says otherwise: plans are chosen by what will be written.
     Raises RecipeError for anything else.
     """
     document = with_settings({"schema": SCHEMA, "method": "bcq", "settings": {}}, settings)
     keys = ("per", "merged", "measure", "device")
     own = {key: document["settings"].pop(key) for key in keys if key in document["settings"]}
+    method = METHODS.get(document["method"])
+    if method is not None and "compensate" in method.settings.__dataclass_fields__:
+        document["settings"].setdefault("compensate", True)
     recipe = parse_recipe(document, name="search", where="`settings`")
     if recipe.attention_bits is not None:
         raise RecipeError("`settings` attention_bits: no matter of the search; set it when the plan is applied")
     if recipe.tune is not None:
         raise RecipeError("`settings` tune: no matter of the search; set it when the plan is applied")
+    if recipe.settings.get("hessian", ACTIVATIONS) != ACTIVATIONS:
+        raise RecipeError("`settings` hessian: the search weighs all tokens alike; set it when the plan is applied")
     if recipe.settings.get("rotate"):
         raise RecipeError("`settings` rotate: the search quantizes layers as they are; set it when the plan is applied")
     if recipe.head_bits is not None:
@@ -178,6 +187,7 @@ def _find(source: _Source, options: Sequence[Option], budget: Budget) -> tuple[S
     plan, measured = _solve(problem, budget, files, source)
     total = files.fixed + int(sum(files.sizes[key] for key in plan.options.items()))
     bits, size = problem.bits_per_weight(plan.stored), total + shard_overhead(total)
+    uniform = best_uniform(problem, bits)
     facts = {
         "quantkit": quantkit.__version__,
         "model": source.model,
@@ -192,8 +202,9 @@ def _find(source: _Source, options: Sequence[Option], budget: Budget) -> tuple[S
         "predicted_kl": plan.predicted_kl,
         "gap": plan.gap,
         "measured_kl": measured,
+        "best_uniform": None if uniform is None else asdict(uniform),
     }
-    return SearchResult(plan, bits, size, measured, cache.path), plan_document(problem, plan, facts)
+    return SearchResult(plan, bits, uniform, size, measured, cache.path), plan_document(problem, plan, facts)
 
 
 @dataclass(frozen=True)

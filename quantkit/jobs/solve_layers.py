@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from quantkit.formats.base import PackedWeight
+from quantkit.formats.shard import join
 from quantkit.formats.table import dequantize
 from quantkit.methods import METHODS, LayerPlan
 from quantkit.quantizers.base import LayerInput, error_report
@@ -24,15 +25,26 @@ def quantize_layers(plans: Mapping[str, LayerPlan], layers: dict[str, LayerInput
     solved = {}
     for names in list(_together(plans, layers)):
         own, plan = [layers.pop(name) for name in names], plans[names[0]]
-        quantize = METHODS[plan.method].quantize
         if len(own) == 1:
-            solved[names[0]] = quantize(own[0], plan.settings)
+            solved[names[0]] = solve_layer(own[0], plan)
             continue
         joined = replace(own[0], weight=torch.cat([layer.weight for layer in own]))
-        packed = quantize(joined, plan.settings)
+        packed = solve_layer(joined, plan)
         del joined
         solved |= dict(zip(names, split_rows(packed, own), strict=True))
     return solved
+
+
+def solve_layer(layer: LayerInput, plan: LayerPlan) -> PackedWeight:
+    """One layer, quantized by its plan; where parts of its rows have Hessians of their own, part by part."""
+    quantize, parts = METHODS[plan.method].quantize, layer.row_parts()
+    if len(parts) == 1:
+        return quantize(parts[0], plan.settings)
+    packed = [quantize(part, plan.settings) for part in parts]
+    tensors = join(packed[0].spec, [part.tensors for part in packed], layer.weight.shape[1])
+    assert tensors is not None  # rows of such methods share nothing
+    whole = PackedWeight(packed[0].spec, (layer.weight.shape[0], layer.weight.shape[1]), tensors, {})
+    return replace(whole, report=error_report(layer, dequantize(whole)))
 
 
 def split_rows(packed: PackedWeight, layers: list[LayerInput]) -> Iterator[PackedWeight]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,46 +21,62 @@ Features = Callable[[Tensor], Tensor]
 """x [tokens, K] of a Linear -> [tokens, C], what its quantizer calibrates on instead."""
 
 
-def block_hessians(
-    block: nn.Module,
-    inputs: BlockInputs,
-    index: int,
-    linears: Mapping[str, nn.Module],
-    features: Mapping[str, Features] | None = None,
-    experts: Container[str] = (),
-    *,
-    ranks: Ranks = ALONE,
-) -> dict[str, Tensor]:
-    """E[x x^T] [K, K] fp32, over all tokens of all windows, of each given Linear of block ``index``.
+@dataclass(frozen=True)
+class Weighing:
+    """What the matrices are of, besides x x^T of every token alike.
 
     features: by name of Linear, a function of x to take the matrix of instead: E[f(x) f(x)^T] [C, C].
     experts: names of Linears of experts. Theirs is over the tokens routed to them, each counted by the square of its
         routing weight, as an error there counts in what the block gives; where the tokens are few, it is nearer to
         the matrix of equal and independent channels (``tempered``), which it is where there are none.
+    saliency: by name of Linear, no expert's, weights [windows, seq_len, G] of the tokens, not negative: a matrix for
+        each column of weights, E[w x x^T] / E[w], [G, K, K].
+    """
+
+    features: Mapping[str, Features] = field(default_factory=dict)
+    experts: Container[str] = ()
+    saliency: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def block_hessians(
+    block: nn.Module,
+    inputs: BlockInputs,
+    index: int,
+    linears: Mapping[str, nn.Module],
+    weighing: Weighing = Weighing(),
+    *,
+    ranks: Ranks = ALONE,
+) -> dict[str, Tensor]:
+    """E[x x^T] [K, K] fp32, over all tokens of all windows, of each given Linear of block ``index``.
+
     ranks: each gives the matrices that it took the inputs of; together they give all.
-    Linears that share an input share one tensor, unless they have features. Memory: one matrix per distinct input.
+    Linears that share an input share one tensor, unless they have features or saliency. Memory: one matrix per distinct
+    input, G for one with saliency.
     Raises ModelError for a Linear that the block never calls, unless it is an expert's.
     """
     sums: dict[str, Tensor] = {}
     tokens: dict[str, int] = {}
-    masses: dict[str, float] = {}
-    own = features or {}
+    masses: dict[str, Tensor] = {}
+    own, experts = weighing.features, weighing.experts
 
     def accumulate(name: str, x: Tensor) -> None:
         x, weights = _split(x, linears[name])
-        x, mass = own[name](x).float() if name in own else x.float(), float(x.shape[0])
-        if weights is not None:
-            x, mass = x * weights[:, None], float(weights.double().square().sum())
+        x = own[name](x).float() if name in own else x.float()
+        mass = weights.double().square().sum(dim=0).cpu() if weights.numel() else torch.tensor([float(x.shape[0])])
         masses[name] = masses.get(name, 0.0) + mass
-        total = sums.get(name)
-        sums[name] = x.t() @ x if total is None else total.addmm_(x.t(), x)
         tokens[name] = tokens.get(name, 0) + x.shape[0]
+        if name not in sums:
+            sums[name] = x.new_zeros(len(mass), x.shape[1], x.shape[1])
+        for number, total in enumerate(sums[name]):
+            weighted = x * weights[:, number, None] if weights.numel() else x
+            total.addmm_(weighted.t(), weighted)
 
-    groups = [{name: linears[name]} for name in own]
-    groups.append({name: module for name, module in linears.items() if name not in own})
+    alone = [name for name in linears if name in own or name in weighing.saliency]
+    groups = [{name: linears[name]} for name in alone]
+    groups.append({name: module for name, module in linears.items() if name not in alone})
     taps = [(group, accumulate) for group in groups]
     with routing_weights(block) as weights_of:
-        watched = Watched(ranks, partial(_join, linears, weights_of))
+        watched = Watched(ranks, partial(_join, linears, weights_of, weighing.saliency))
         watch_block(block, inputs, index, taps, watched=watched)
     mine: dict[str, str] = {}
     for name, module in linears.items():
@@ -71,26 +88,36 @@ def block_hessians(
             if not known:
                 none = linear_weight(module)[:0].float()
                 width = own[name](none).shape[1] if name in own else none.shape[1]
-                sums[name], tokens[name] = none.new_zeros(width, width), 0
+                sums[name], tokens[name], masses[name] = none.new_zeros(1, width, width), 0, torch.zeros(1)
     for name, total in sums.items():
-        total.div_(masses.get(name) or 1.0)
+        total.div_(torch.where(masses[name] > 0, masses[name], 1.0).to(total)[:, None, None])
         if name in experts:
-            _temper(total, tokens[name])
+            _temper(total[0], tokens[name])
+        if name not in weighing.saliency:
+            sums[name] = total[0]
     return {name: sums[owner] for name, owner in mine.items()}
 
 
 def _join(
-    linears: Mapping[str, nn.Module], weights_of: Callable[[nn.Module], Tensor | None], name: str, x: Tensor
+    linears: Mapping[str, nn.Module],
+    weights_of: Callable[[nn.Module], Tensor | None],
+    saliency: Mapping[str, Tensor],
+    name: str,
+    x: Tensor,
+    window: int,
 ) -> Tensor:
-    """x [tokens, K], with the routing weights as one more column where there are any."""
+    """x [tokens, K], with what its tokens are scaled by as further columns, where there is any: routing weights, or the
+    roots of saliency."""
+    if name in saliency:
+        return torch.cat((x, saliency[name][window].to(x.device, torch.float32).sqrt().to(x.dtype)), dim=1)
     weights = weights_of(linears[name])
     return x if weights is None else torch.cat((x, weights.to(x.dtype)[:, None]), dim=1)
 
 
-def _split(x: Tensor, linear: nn.Module) -> tuple[Tensor, Tensor | None]:
-    """(x [tokens, K], routing weights [tokens] fp32 or None) of what _join gave."""
+def _split(x: Tensor, linear: nn.Module) -> tuple[Tensor, Tensor]:
+    """(x [tokens, K], what its tokens are scaled by [tokens, G] fp32, G = 0 for none) of what _join gave."""
     _, k = linear_shape(linear)
-    return x[:, :k], x[:, k].float() if x.shape[1] > k else None
+    return x[:, :k], x[:, k:].float()
 
 
 def _temper(hessian: Tensor, tokens: int) -> None:

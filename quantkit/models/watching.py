@@ -24,13 +24,14 @@ from quantkit.ranks import ALONE, Loads, Ranks
 
 Consume = Callable[[str, Tensor], None]
 """(name of a Linear, x [tokens, K]): takes in what flows into it."""
-Prepare = Callable[[str, Tensor], Tensor]
-"""(name of a Linear, x) -> what is taken in instead, made while the Linear is being run and where it is."""
+Prepare = Callable[[str, Tensor, int], Tensor]
+"""(name of a Linear, x, number of the window) -> what is taken in instead, made while the Linear is being run and where
+it is."""
 Taps = Sequence[tuple[Mapping[str, nn.Module], Consume]]
 """Linears by name, and what takes in their inputs; those of one entry that share an input are taken in once."""
 
 
-def _as_it_is(_name: str, x: Tensor) -> Tensor:
+def _as_it_is(_name: str, x: Tensor, _window: int) -> Tensor:
     return x
 
 
@@ -77,16 +78,17 @@ def watch_block(
     windows = range(len(inputs.hidden)) if windows is None else windows
     if watched.ranks.count > 1:
         return _watch_together(block, inputs, index, taps, into, windows, watched)
-    prepare = watched.prepare
+    running = [0]
 
     def taking_in(consume: Consume) -> Consume:
-        return lambda name, x: consume(name, prepare(name, x))
+        return lambda name, x: consume(name, watched.prepare(name, x, running[0]))
 
     with ExitStack() as stack:
         entered = [stack.enter_context(InputTap(linears, taking_in(consume))) for linears, consume in taps]
-        for number, output in run_block(block, inputs, index, windows):
-            if into is not None:
-                into[number] = output[0].to(into.device)
+        for running[0] in windows:
+            for number, output in run_block(block, inputs, index, (running[0],)):
+                if into is not None:
+                    into[number] = output[0].to(into.device)
     for tap in entered:
         watched.aliases = tap.aliases | watched.aliases
     watched.owners = dict.fromkeys(watched.aliases.values(), 0)
@@ -130,7 +132,8 @@ def _run_own(
     kept: dict[str, Tensor] = {}
 
     def keep(name: str, x: Tensor) -> None:
-        kept[name] = prepare(name, x).clone()  # what the block does with it afterwards must not be seen
+        (window,) = windows
+        kept[name] = prepare(name, x, window).clone()  # what the block does with it afterwards must not be seen
 
     with ExitStack() as stack:
         entered = [stack.enter_context(InputTap(group, keep)) for group, _ in taps]

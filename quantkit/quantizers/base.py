@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit.errors import RecipeError
 from quantkit.stats import LayerStats
+
+ACTIVATIONS, END_LOSS = "activations", "end_loss"
+
+
+def check_hessian_kind(kind: str, *, used: bool) -> None:
+    """Raise RecipeError for a ``hessian`` that is not known, or that nothing uses."""
+    if kind not in (ACTIVATIONS, END_LOSS):
+        raise RecipeError(f"hessian is {kind!r}; choose {ACTIVATIONS} or {END_LOSS}")
+    if kind == END_LOSS and not used:
+        raise RecipeError(f"hessian: {END_LOSS} is for compensation; set compensate: true, or leave hessian out")
 
 
 @dataclass(frozen=True)
@@ -20,9 +31,11 @@ class LayerInput:
     weight: [N, K] fp32, contiguous, checked finite.
     stats: input statistics, or None where no calibration artifact was given.
     hessian: [K, K] fp32, mean of x x^T over the calibration tokens, or None unless the method asked for it; of the
-        method's ``hessian_features`` of x where it has them.
+        method's ``hessian_features`` of x where it has them. [G, K, K] where tokens are weighed by the end loss: one
+        for each of G equal parts of the rows (``row_parts``).
     folded_scale: [K] fp32, what a transform already took out of the input and put into the weight (smoothing):
         ``weight`` has it in, ``stats`` are of the input before. None where nothing was folded.
+    memo: what a method keeps of the Hessian for the next time that it quantizes this layer with other settings.
     """
 
     name: str
@@ -30,6 +43,14 @@ class LayerInput:
     stats: LayerStats | None = None
     hessian: Tensor | None = None
     folded_scale: Tensor | None = None
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def row_parts(self) -> list[LayerInput]:
+        """The parts of the rows that have a Hessian [K, K] each; the layer itself where it has one or none."""
+        if self.hessian is None or self.hessian.ndim == 2:
+            return [self]
+        parts = zip(self.weight.tensor_split(len(self.hessian)), self.hessian, strict=True)
+        return [replace(self, weight=weight, hessian=hessian) for weight, hessian in parts]
 
     def importance(self) -> Tensor:
         """[K] fp32 weight of the squared error per input channel: E[x^2], or 1 without statistics."""

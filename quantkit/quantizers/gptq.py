@@ -44,6 +44,14 @@ class GptqOptions:
 
 
 @dataclass(frozen=True)
+class InverseFactor:
+    """upper: [K, K], upper triangular U with U^T U = H^-1, H damped. damping: the share that was needed."""
+
+    upper: Tensor
+    damping: float
+
+
+@dataclass(frozen=True)
 class GptqResult:
     """weight: [N, K] fp32, every value one that round_column returned, columns in their own order.
     damping: the share that was needed."""
@@ -54,7 +62,7 @@ class GptqResult:
 
 def gptq(
     weight: Tensor,
-    hessian: Tensor,
+    hessian: Tensor | InverseFactor,
     round_column: RoundColumn,
     *,
     options: GptqOptions,
@@ -64,6 +72,7 @@ def gptq(
 ) -> GptqResult:
     """Round weight [N, K] so that tr((W - W') H (W - W')^T) stays small; H [K, K] is E[x x^T].
 
+    hessian: H, or its factor where that is known; the columns then go in their own order.
     round_column: called once per column, in the order of the columns, or of falling H[k, k] with act_order.
     begin_group: called before the first column of every ``group_size`` consecutive columns with the group's present
         values; the last group may be narrower. Not with act_order, which has no groups in its order: fit scales before.
@@ -74,8 +83,12 @@ def gptq(
     """
     if begin_group is not None and options.act_order:
         raise RecipeError("act_order: true cannot be combined with scales refitted per group; choose one")
-    order = _column_order(hessian, options.act_order)
-    factor, damping = inverse_factor(hessian[order][:, order], options.damping)
+    if isinstance(hessian, InverseFactor):
+        order, known = torch.arange(weight.shape[1], device=weight.device), hessian
+    else:
+        order = _column_order(hessian, options.act_order)
+        known = inverse_factor(hessian[order][:, order], options.damping)
+    factor = known.upper
     rows = weight.t()[order].contiguous()  # [K, N]: a column of W is contiguous
     columns = order.tolist()
     for start in range(0, len(columns), options.block_columns):
@@ -102,11 +115,11 @@ def gptq(
         rows[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
     result = torch.empty_like(weight)
     result[:, order] = rows.t()
-    return GptqResult(result, damping)
+    return GptqResult(result, known.damping)
 
 
-def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Upper triangular U [K, K] with U^T U = (H + damping * mean(diag H) * I)^-1, and the damping that was needed.
+def inverse_factor(hessian: Tensor, damping: float) -> InverseFactor:
+    """U [K, K] with U^T U = (H + damping * mean(diag H) * I)^-1, and the damping that was needed.
 
     Unreached columns (diagonal 0) get the mean diagonal, so that they stay apart from all others.
     Raises StatsError where H holds NaN or Inf, or no damping up to 10^5 times the given one makes it definite.
@@ -124,7 +137,7 @@ def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
         if not failed:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed and torch.isfinite(upper).all():
-                return upper, share
+                return InverseFactor(upper, share)
         share *= _DAMPING_STEP
     raise StatsError(f"its Hessian is not positive definite even with damping {share / _DAMPING_STEP:g}")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.bcq import CODE_BITS, BcqSpec, check_group_size, check_scale_bits, check_weight_bits
-from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.base import ACTIVATIONS, LayerInput, check_hessian_kind
 from quantkit.quantizers.bcq.coding import CodeShape, code_groups
 from quantkit.quantizers.bcq.compensation import compensate
 from quantkit.quantizers.bcq.groups import SMALLEST_SCALE, weighted_error
@@ -30,7 +30,8 @@ class RtnSettings:
     element of E[x x^T] added to it. scale_bits: 16, or 8 for scales and offsets as codes with a factor per row; each
     plane's scale is then rounded by itself. zero: free, the middle of the range, or integer, a whole number of steps
     from 0, as other engines store it (exchange/). rotate: fold a Hadamard rotation of the residual stream into the
-    weights first."""
+    weights first. hessian: activations, E[x x^T], or end_loss, E[g^2 x x^T], g the gradient of the end loss at the
+    Linear's output."""
 
     weight_bits: int = 4
     group_size: int = 128
@@ -40,6 +41,7 @@ class RtnSettings:
     scale_bits: int = 16
     zero: str = "free"
     rotate: bool = False
+    hessian: str = ACTIVATIONS
 
     def __post_init__(self) -> None:
         check_weight_bits(self.weight_bits)
@@ -49,6 +51,7 @@ class RtnSettings:
             raise RecipeError(f"zero is {self.zero!r}; choose {' or '.join(_ZEROS)}")
         if self.zero == "integer" and self.scale_bits == CODE_BITS:
             raise RecipeError("zero: integer needs scale_bits: 16; codes of scales are no uniform grid")
+        check_hessian_kind(self.hessian, used=self.compensate)
         GptqOptions(damping=self.damping)
 
 

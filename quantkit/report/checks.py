@@ -92,7 +92,7 @@ _ROW = record(
 )
 _COMPARISON = record({"rows": list_of(_ROW, least=1), "device": text, "machine": text, "quantkit": text, "torch": text})
 _RECIPE_ROW = record(
-    {"evaluation": record({"perplexity": positive, "stderr": number})},
+    {"evaluation": record({"perplexity": positive}, {"stderr": number})},
     {
         "recipe": nullable(text),
         "peer": text,

@@ -11,7 +11,7 @@ from quantkit.report.figures import FigureSpec
 
 Document = Mapping[str, Any]
 
-_SIZES = re.compile(r"-?[wq]\d+|-g\d+|\+group_size=-?\d+|:\d+")
+_SIZES = re.compile(r"-?[wq]\d+|-g\d+|\+group_size=-?\d+|:\d+(?:\.\d+)?")
 COLUMNS = ("recipe", "bits/weight", "MB", "perplexity", "device")
 _PLAIN_COLORS = 10
 _STORED_BITS = 16  # what compression ratios are stated against
@@ -20,13 +20,13 @@ _STORED_BITS = 16  # what compression ratios are stated against
 @dataclass(frozen=True)
 class Measured:
     """One row. name: a recipe, with its settings, or NAME:BITS:GROUP of another toolkit. megabytes: None where nothing
-    was written. bits_per_weight: None for the original."""
+    was written. bits_per_weight: None for the original. stderr: None where it was not taken."""
 
     name: str
     bits_per_weight: float | None
     megabytes: float | None
     perplexity: float
-    stderr: float
+    stderr: float | None
     device: str
 
     @property
@@ -38,7 +38,8 @@ class Measured:
         """The row as text, under COLUMNS."""
         bits = "" if self.bits_per_weight is None else f"{self.bits_per_weight:.3f}"
         size = "" if self.megabytes is None else f"{self.megabytes:.1f}"
-        return [self.name, bits, size, f"{self.perplexity:.3f} ± {self.stderr:.3f}", self.device]
+        error = "" if self.stderr is None else f" ± {self.stderr:.3f}"
+        return [self.name, bits, size, f"{self.perplexity:.3f}{error}", self.device]
 
 
 def by_model(documents: Mapping[str, Document]) -> dict[str, list[Measured]]:
@@ -51,7 +52,7 @@ def by_model(documents: Mapping[str, Document]) -> dict[str, list[Measured]]:
                 row.get("bits_per_weight"),
                 row["bytes"] / 1e6 if "bytes" in row else None,
                 row["evaluation"]["perplexity"],
-                row["evaluation"]["stderr"],
+                row["evaluation"].get("stderr"),
                 row.get("environment", {}).get("device", ""),
             )
             models.setdefault(str(row.get("model") or document["model"]), []).append(measured)

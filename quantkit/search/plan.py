@@ -125,6 +125,12 @@ def uniform_points(problem: Problem) -> list[Point]:
     return points
 
 
+def best_uniform(problem: Problem, bits_per_weight: float) -> Point | None:
+    """The uniform (q, g) of least predicted KL within so many bits per weight; None where none is as small."""
+    fitting = [point for point in uniform_points(problem) if point.bits_per_weight <= bits_per_weight]
+    return min(fitting, key=lambda point: point.predicted_kl, default=None)
+
+
 def type_points(problem: Problem) -> list[Point]:
     """The whole per-type grid."""
     points = []

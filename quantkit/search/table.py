@@ -26,7 +26,7 @@ from quantkit.formats.table import dequantize, spec_from_json, spec_to_json, sto
 from quantkit.methods import METHODS
 from quantkit.models.experts import expert_linears
 from quantkit.models.families import block_linears, linear_shape, linear_weight
-from quantkit.models.hessians import block_hessians
+from quantkit.models.hessians import Weighing, block_hessians
 from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import advance, capture_inputs
 from quantkit.progress import track
@@ -175,7 +175,8 @@ def table_path(calibration: Calibration, method: LayerMethod) -> Path:
 def _solver_files() -> list[Path]:
     """The quantizers, formats and this package's estimates: their defaults and results are the table's."""
     root = Path(__file__).parents[1]
-    return sorted(path for folder in ("formats", "quantizers", "search") for path in (root / folder).rglob("*.py"))
+    own = (path for folder in ("formats", "quantizers", "search") for path in (root / folder).rglob("*.py"))
+    return sorted([*own, root / "models" / "gradients.py"])
 
 
 def check_method(method: str) -> None:
@@ -213,7 +214,7 @@ def build_table(
             (layer, option)
             for _, _, layers_of_block in blocks_with_hessians(stream, calibration, missing)
             for layer in layers_of_block
-            for option in missing[layer.name]
+            for option in sorted(missing[layer.name], key=_by_group)
         )
         for layer, option in track(work, "error table", total=sum(map(len, missing.values()))):
             packed = method.quantize(layer, option)
@@ -222,6 +223,11 @@ def build_table(
         (name, option): _entry(cache, name, option, shapes[name]) for name, own in wanted.items() for option in own
     }
     return ErrorTable(shapes, entries)
+
+
+def _by_group(option: Option) -> tuple[int, int]:
+    """All widths of one group size in a row: compensation keeps the factor of their Hessian in between."""
+    return option.group_size, option.weight_bits
 
 
 def blocks_with_hessians(
@@ -239,7 +245,7 @@ def blocks_with_hessians(
         for index in range(last + 1):
             with stream.block(index) as block:
                 own = {name: linears[name] for name in work if stream.owner(name) == stream.blocks[index][0]}
-                hessians = block_hessians(block, inputs, index, own, experts=experts) if own else {}
+                hessians = block_hessians(block, inputs, index, own, Weighing(experts=experts)) if own else {}
                 yield index, block, [_layer_input(name, own[name], calibration, hessians[name]) for name in own]
                 del hessians
                 if index < last:

@@ -16,15 +16,16 @@ from quantkit.checkpoint.config import bits_per_weight
 from quantkit.checkpoint.read import read_checkpoint
 from quantkit.checkpoint.write import folder_bytes
 from quantkit.data.corpora import Corpus
-from quantkit.errors import CalibrationError, OutputError, RecipeError, StatsError
+from quantkit.errors import CalibrationError, OutputError, RecipeError
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.jobs.search import Budget, SearchResult, search, search_settings
 from quantkit.models.families import merged_linears
 from quantkit.models.loading import load_model, open_stream
+from quantkit.quantizers.bcq import compensation
 from quantkit.recipe import load_recipe
 from quantkit.search import table as table_module
 from quantkit.search.plan import sublayer_type
-from quantkit.search.table import Option, TableFile
+from quantkit.search.table import Option
 from tests.pipeline import window_scores
 from tests.tiny import sample_text
 
@@ -62,7 +63,7 @@ def find(tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], 
     def call(
         name: str, kind: Any, limit: float, *overrides: str, family: str = "opt", options: list[Option] = OPTIONS
     ) -> SearchResult:
-        quick = () if any(each.startswith("method=") for each in overrides) else ("rounds=2",)
+        quick = () if any(each.startswith("method=") for each in overrides) else ("rounds=2", "compensate=false")
         return search(
             str(tiny_model(family)),
             calibration(family),
@@ -174,6 +175,37 @@ def test_compensated_binary_coding_is_searched_with_its_hessians(find: Any) -> N
     assert compensated.plan.predicted_kl < plain.plan.predicted_kl
 
 
+def test_plans_are_compensated_unless_settings_say_otherwise() -> None:
+    assert search_settings(()).base.settings == {"compensate": True}
+    assert search_settings(("compensate=false",)).base.settings == {"compensate": False}
+    assert search_settings(("method=rtn",)).base.settings == {"compensate": True}
+    assert search_settings(("method=hqq",)).base.settings == {}
+
+
+def test_the_best_uniform_choice_of_its_size_stands_beside_the_plan(find: Any, tmp_path: Path) -> None:
+    result = find("plan", "bpw", 3.7, "measure=0")
+    document = json.loads((tmp_path / "plan.json").read_text())
+    fitting = [point for point in document["uniform"] if point["bits_per_weight"] <= result.bits_per_weight]
+    assert document["best_uniform"]["predicted_kl"] == min(point["predicted_kl"] for point in fitting)
+    assert result.plan.predicted_kl < document["best_uniform"]["predicted_kl"]
+    least = find("least", "bpw", 2.0001 + 16 * 3 / 64, "measure=0", options=[Option(2, -1), Option(3, -1)])
+    assert least.uniform is not None
+    assert least.uniform.label == "q2 row"
+
+
+def test_one_factor_serves_all_widths_of_a_group_size(find: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    factor = compensation.inverse_factor
+
+    def counted(hessian: Any, damping: float) -> Any:
+        taken.append(len(hessian))
+        return factor(hessian, damping)
+
+    monkeypatch.setattr(compensation, "inverse_factor", counted)
+    result = find("plan", "bpw", 3.7, "measure=0", "compensate=true", "sweeps=0")
+    assert len(taken) == 2 * len(result.plan.options)  # two group sizes, of three bit widths each
+
+
 def test_measured_kl_replaces_the_estimate_of_its_layer(find: Any, tmp_path: Path) -> None:
     find("plan", "bpw", 3.3, "measure=3")
     layers = json.loads((tmp_path / "plan.json").read_text())["layers"]
@@ -283,26 +315,6 @@ def test_another_models_calibration_is_refused(
         )
 
 
-def test_cache_ignores_a_torn_last_line(tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    TableFile(path).add("measured", "a", Option(3, 64), kl=0.5)
-    path.write_bytes(path.read_bytes() + b'{"kind": "mea')
-    again = TableFile(path)
-    assert list(again.rows) == [("measured", "a", Option(3, 64))]
-    again.add("measured", "b", Option(3, 64), kl=0.25)
-    assert len(TableFile(path).rows) == 2
-
-
-@pytest.mark.parametrize("damage", [(b"0.5", b"0.6"), (b"{", b""), (b'"a"', b'"b"')], ids=["number", "brace", "name"])
-def test_a_damaged_line_of_the_cache_is_refused_with_its_number(damage: tuple[bytes, bytes], tmp_path: Path) -> None:
-    path = tmp_path / "t.jsonl"
-    for layer in ("a", "b"):
-        TableFile(path).add("measured", layer, Option(3, 64), kl=0.5)
-    path.write_bytes(path.read_bytes().replace(*damage, 1))
-    with pytest.raises(RecipeError, match=r"line 1 cannot be read .*; remove the file, and the search fills it again"):
-        TableFile(path)
-
-
 def test_a_cache_that_cannot_be_written_is_refused_before_the_work(
     find: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,18 +323,6 @@ def test_a_cache_that_cannot_be_written_is_refused_before_the_work(
     with pytest.raises(OutputError, match=r"cache .* cannot be written .*; set XDG_CACHE_HOME"):
         find("plan", "bpw", 3.3, "measure=0")
     assert not list(tmp_path.glob("*plan*"))
-
-
-def test_a_cache_keeps_no_nan_and_leaves_no_empty_file(tmp_path: Path) -> None:
-    table = TableFile(tmp_path / "t.jsonl")
-    with pytest.raises(StatsError, match="is NaN or Inf"):
-        table.add("measured", "a", Option(3, 64), kl=float("nan"))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_code_that_fills_a_table_is_all_of_it() -> None:
-    names = {path.name for path in table_module._solver_files()}
-    assert {"bcq.py", "quantizer.py", "compensation.py", "sensitivity.py"} <= names
 
 
 def test_a_table_of_other_code_is_not_used(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from quantkit.errors import ModelError
 from quantkit.models.experts import RoutedExperts, expert_linears, separate_experts
 from quantkit.models.families import block_linears, decoder_blocks
-from quantkit.models.hessians import block_hessians
+from quantkit.models.hessians import Weighing, block_hessians
 from quantkit.models.loading import load_model
 from quantkit.models.stream import in_memory_stream
 from quantkit.models.streaming import advance, capture_inputs
@@ -176,7 +176,9 @@ def test_hessians_of_experts_are_of_their_tokens_weighted_and_tempered(tiny_mode
     inputs = capture_inputs(in_memory_stream(model), _windows())
     seen.clear()  # of the pass that records how blocks are called
     weights.clear()
-    hessian = block_hessians(block, inputs, 0, linears, experts=expert_linears(model))[f"{name}.mlp.experts.2.w2"]
+    hessian = block_hessians(block, inputs, 0, linears, Weighing(experts=expert_linears(model)))[
+        f"{name}.mlp.experts.2.w2"
+    ]
     rows, weight = torch.cat(seen), torch.cat(weights)
     weight = weight[weight > 0]
     assert weight.min() < weight.max()
@@ -193,7 +195,7 @@ def test_an_expert_without_tokens_has_the_hessian_of_equal_channels(tiny_model: 
     block.mlp.gate.forward = lambda x: (None, torch.full((len(x), 2), 0.5), torch.tensor([[0, 1]]).expand(len(x), 2))
     linears = {key: module for key, module in block_linears(model).items() if key.startswith(f"{name}.")}
     inputs = capture_inputs(in_memory_stream(model), _windows())
-    hessians = block_hessians(block, inputs, 0, linears, experts=expert_linears(model))
+    hessians = block_hessians(block, inputs, 0, linears, Weighing(experts=expert_linears(model)))
     assert torch.equal(hessians[f"{name}.mlp.experts.3.w1"], torch.eye(64))
     assert torch.equal(hessians[f"{name}.mlp.experts.3.w2"], torch.eye(96))
     with pytest.raises(ModelError, match="its block never calls it"):

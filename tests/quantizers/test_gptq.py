@@ -82,7 +82,8 @@ def test_no_input_at_all_is_plain_rounding() -> None:
 
 def test_inverse_factor_is_that_of_the_damped_hessian() -> None:
     hessian = _correlated_hessian(30)
-    upper, damping = inverse_factor(hessian, 0.02)
+    found = inverse_factor(hessian, 0.02)
+    upper, damping = found.upper, found.damping
     damped = hessian + 0.02 * hessian.diagonal().mean() * torch.eye(30)
     assert damping == 0.02
     assert torch.equal(upper, upper.triu())
@@ -91,7 +92,7 @@ def test_inverse_factor_is_that_of_the_damped_hessian() -> None:
 
 def test_damping_is_raised_until_the_hessian_is_definite() -> None:
     indefinite = torch.tensor([[1.0, 1.05], [1.05, 1.0]])
-    _, damping = inverse_factor(indefinite, 0.01)
+    damping = inverse_factor(indefinite, 0.01).damping
     assert damping == pytest.approx(0.1)
 
 
@@ -157,3 +158,13 @@ def test_act_order_and_groups_in_order_exclude_each_other() -> None:
 def test_damping_is_a_share(damping: float) -> None:
     with pytest.raises(RecipeError, match="damping"):
         GptqOptions(damping=damping)
+
+
+def test_a_known_factor_gives_the_same_codes_as_its_hessian() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(8, 48), torch.randn(200, 48)
+    hessian = x.t() @ x / 200
+    whole = gptq(weight, hessian, _round, options=GptqOptions())
+    again = gptq(weight, inverse_factor(hessian, GptqOptions().damping), _round, options=GptqOptions())
+    assert torch.equal(whole.weight, again.weight)
+    assert whole.damping == again.damping

@@ -36,8 +36,14 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_two_ranks_write_the_bytes_of_one(family: str, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "saliency", "settings"),
+    [("llama", [], []), ("qwen3_moe", [], []), ("llama", ["--saliency", "3"], ["--set", "hessian=end_loss"])],
+    ids=["llama", "qwen3_moe", "llama_by_end_loss"],
+)
+def test_two_ranks_write_the_bytes_of_one(
+    family: str, saliency: list[str], settings: list[str], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
     model, text = str(tiny_model(family)), tmp_path / "text.txt"
     text.write_text(sample_text(words=400))
     written = []
@@ -46,10 +52,10 @@ def test_two_ranks_write_the_bytes_of_one(family: str, tiny_model: Callable[[str
         own.mkdir()
         artifact = own / "c.safetensors"
         calibrated = _run(
-            ranks, ["calibrate", model, "--text", str(text), *TINY, "-o", str(artifact), "--device", "cpu"]
+            ranks, ["calibrate", model, "--text", str(text), *TINY, *saliency, "-o", str(artifact), "--device", "cpu"]
         )
         assert calibrated.returncode == 0, calibrated.stderr
-        recipe = ["--recipe", "bcq-w4-g128-comp", "--set", "group_size=32", "--calibration", str(artifact)]
+        recipe = ["--recipe", "bcq-w4-g128-comp", "--set", "group_size=32", *settings, "--calibration", str(artifact)]
         quantized = _run(ranks, ["quantize", model, *recipe, "-o", str(own / "q"), "--device", "cpu"])
         assert quantized.returncode == 0, quantized.stderr
         assert quantized.stdout.count("bits per weight") == 1

@@ -114,7 +114,7 @@ def write(path: Path, document: Any) -> Path:
 
 
 def quality_document() -> dict[str, Any]:
-    """A table of recipes, as scripts/quality/table.py writes it, and one row of a peer that names its model."""
+    """A table as scripts/quality/ writes them: recipes, searched plans, and a peer whose row names its model."""
     place = {"device": "cpu"}
 
     def score(value: float) -> dict[str, Any]:
@@ -127,4 +127,8 @@ def quality_document() -> dict[str, Any]:
     ]
     original = {"recipe": "original", "evaluation": score(24.0), "environment": place}
     peer = {"model": "tiny", "peer": "hqq:4:64", "bits_per_weight": 4.5, "evaluation": score(26.0)}
-    return {"model": "tiny", "rows": [original, *rows, peer]}
+    plans = [
+        {"recipe": f"search:{limit}", "bits_per_weight": limit, "evaluation": {"perplexity": value, "mean_kl": 0.1}}
+        for limit, value in ((2.5, 33.25), (3.5, 26.5))
+    ]
+    return {"model": "tiny", "rows": [original, *rows, *plans, peer]}

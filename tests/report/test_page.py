@@ -72,6 +72,7 @@ def test_page_is_whole_and_self_contained(results: Path, tmp_path: Path) -> None
         "q4",
         "2.7000",
         "27.500 ± 0.500",
+        "33.250",
         "hqq:4:64 (peer)",
     )
     for text in (*expected, "model.decoder.layers.1.fc2", "3.25"):
@@ -121,7 +122,8 @@ def test_recipes_of_one_family_are_joined() -> None:
     axes = Figure().subplots()
     quality_figure(model, rows).draw(axes)
     drawn = {line.get_label(): line for line in axes.lines if not str(line.get_label()).startswith("_")}
-    assert drawn.keys() == {"bcq", "hqq (peer)"}
+    assert drawn.keys() == {"bcq", "search", "hqq (peer)"}
+    assert list(drawn["search"].get_ydata()) == [26.5, 33.25]
     assert list(drawn["bcq"].get_xdata()) == [16 / 4.625, 16 / 3.5, 16 / 3.25]
     assert list(drawn["bcq"].get_ydata()) == [25.0, 27.5, 29.0]
 

@@ -20,7 +20,7 @@ from quantkit.quantizers.bcq.columns import descend_columns, round_columns
 from quantkit.quantizers.bcq.levels import Coding
 from quantkit.quantizers.bcq.scales import ScaleGrid, roomy_grid
 from quantkit.quantizers.bcq.systems import solve_positive
-from quantkit.quantizers.gptq import GptqOptions, gptq, inverse_factor
+from quantkit.quantizers.gptq import GptqOptions, InverseFactor, gptq, inverse_factor
 
 # Pull of a scale refit towards the scales it starts from, as a share of the mean diagonal of its normal equations.
 _PROXIMAL = 1e-4
@@ -29,6 +29,7 @@ _BLOCK_COLUMNS = 64
 _ROOM = 1.15
 # Share of the mean diagonal that goes on top, for what is singular without it; raised where that is not enough.
 _LEAST_DAMPING = 1e-6
+_MEMO = "compensation"
 
 
 def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: float) -> tuple[GroupCodes, Tensor]:
@@ -43,20 +44,42 @@ def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: f
     """
     if layer.hessian is None:
         raise StatsError(f"{layer.name}: compensation needs a Hessian; pass a calibration artifact")
-    order = group_order(layer.hessian.diagonal(), group_width(shape.group_size, layer.weight.shape[1]))
-    damped = damp(layer.hessian, damping)
-    weight, hessian = layer.weight[:, order.columns], damped[order.columns][:, order.columns]
-    try:
-        factor, needed = inverse_factor(hessian, _LEAST_DAMPING)
-    except StatsError as error:
-        raise StatsError(f"{layer.name}: {error}") from error
-    importance = factor.diagonal().square().reciprocal()
-    coding = _code_in_order(weight, hessian, importance, needed, shape, fit, ScaleGrid())
+    found = _ordered(layer, group_width(shape.group_size, layer.weight.shape[1]), damping)
+    weight = layer.weight[:, found.order.columns]
+    coding = _code_in_order(weight, found.factor, shape, fit, ScaleGrid())
     if shape.coded_scales:  # the factors must be there before the first group: once more, with those of the fp16 scales
         grid = roomy_grid(coding.scales, coding.offset, _ROOM)
-        coding = _code_in_order(weight, hessian, importance, needed, shape, fit, grid)
-    damped.diagonal().add_(needed * (damped.diagonal().mean().item() or 1.0))
-    return order.restored(coding), damped
+        coding = _code_in_order(weight, found.factor, shape, fit, grid)
+    return found.order.restored(coding), found.damped
+
+
+@dataclass(frozen=True)
+class _OrderedHessian:
+    """A Hessian for groups of one width. damped: in the weight's order of columns. factor: in ``order``."""
+
+    width: int
+    damping: float
+    order: Order
+    damped: Tensor
+    factor: InverseFactor
+
+
+def _ordered(layer: LayerInput, width: int, damping: float) -> _OrderedHessian:
+    """The layer's Hessian for such groups, factored once for all bit widths that are tried one after the other."""
+    assert layer.hessian is not None
+    known: _OrderedHessian | None = layer.memo.get(_MEMO)
+    if known is not None and (known.width, known.damping) == (width, damping):
+        return known
+    order = group_order(layer.hessian.diagonal(), width)
+    damped = damp(layer.hessian, damping)
+    try:
+        factor = inverse_factor(damped[order.columns][:, order.columns], _LEAST_DAMPING)
+    except StatsError as error:
+        raise StatsError(f"{layer.name}: {error}") from error
+    damped.diagonal().add_(factor.damping * (damped.diagonal().mean().item() or 1.0))
+    layer.memo[_MEMO] = _OrderedHessian(width, damping, order, damped, factor)
+    found: _OrderedHessian = layer.memo[_MEMO]
+    return found
 
 
 @dataclass(frozen=True)
@@ -95,13 +118,12 @@ def group_order(diagonal: Tensor, width: int) -> Order:
 
 def _code_in_order(
     weight: Tensor,
-    hessian: Tensor,
-    importance: Tensor,
-    damping: float,
+    factor: InverseFactor,
     shape: CodeShape,
     fit: FitGroup,
     grid: ScaleGrid,
 ) -> GroupCodes:
+    importance = factor.upper.diagonal().square().reciprocal()
     coding = GroupCodes.empty(weight, shape, grid)
     coder: list[Coder] = []
 
@@ -122,11 +144,11 @@ def _code_in_order(
         coding.codes[:, first : first + len(values)] = found.t()
         return levels, errors
 
-    options = GptqOptions(damping, block_columns=_BLOCK_COLUMNS)
+    options = GptqOptions(block_columns=_BLOCK_COLUMNS)
     at_once = round_block if _replays(weight, coding) and grid.factors is None else None
     gptq(
         weight,
-        hessian,
+        factor,
         round_column,
         options=options,
         group_size=coding.width,

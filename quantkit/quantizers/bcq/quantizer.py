@@ -10,7 +10,7 @@ from torch import Tensor
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.bcq import BcqSpec, check_group_size, check_scale_bits, check_weight_bits
-from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.base import ACTIVATIONS, LayerInput, check_hessian_kind
 from quantkit.quantizers.bcq.coding import CodeShape, code_groups
 from quantkit.quantizers.bcq.compensation import compensate, refine
 from quantkit.quantizers.bcq.groups import weighted_error
@@ -33,7 +33,8 @@ class BcqSettings:
     group. rounds: upper limit of alternations between scales and signs. compensate: choose signs and scales against
     E[x x^T] of the calibration text instead of its diagonal, GPTQ first, then ``sweeps`` rounds of descent.
     damping: share of each diagonal element of E[x x^T] added to it. scale_bits: 16, or 8 for scales and offsets as
-    codes with a factor per row. rotate: fold a Hadamard rotation of the residual stream into the weights first."""
+    codes with a factor per row. rotate: fold a Hadamard rotation of the residual stream into the weights first.
+    hessian: activations, E[x x^T], or end_loss, E[g^2 x x^T], g the gradient of the end loss at the Linear's output."""
 
     weight_bits: int = 4
     group_size: int = 128
@@ -44,6 +45,7 @@ class BcqSettings:
     damping: float = 0.5
     scale_bits: int = 16
     rotate: bool = False
+    hessian: str = ACTIVATIONS
 
     def __post_init__(self) -> None:
         check_weight_bits(self.weight_bits)
@@ -53,6 +55,7 @@ class BcqSettings:
             raise RecipeError(f"rounds is {self.rounds}; choose 0 or more")
         if self.sweeps < 0:
             raise RecipeError(f"sweeps is {self.sweeps}; choose 0 or more")
+        check_hessian_kind(self.hessian, used=self.compensate)
         GptqOptions(damping=self.damping)
 
 
