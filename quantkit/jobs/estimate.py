@@ -110,9 +110,10 @@ def estimate(
     ends = ({name: StoredLayer(own[end], shapes[name]) for name, own in specs.items()} for end in (0, -1))
     files = [_file_bytes(stream, CheckpointConfig(own, (), {}, prefix=prefix), dtype) for own in ends]
     width = stream.model.config.get_text_config().hidden_size
-    state = 0 if artifact is None else artifact.windows.numel() * width * hidden_bytes
+    tokens = 0 if artifact is None else artifact.windows.numel()
+    state = tokens * width * hidden_bytes
     weights = sum(rows * columns for rows, columns in shapes.values())
-    tuned = 0 if tuning is None else _PROCESS_BYTES + tuning_bytes(stream.model, weights, tuning)
+    tuned = 0 if tuning is None else _PROCESS_BYTES + tuning_bytes(stream.model, weights, tokens, tuning)
     blockwise = _memory(stream, plans, shapes, state, 0 if artifact is None else artifact.meta.saliency)
     return Estimate(
         layers=layers,

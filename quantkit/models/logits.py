@@ -53,6 +53,13 @@ def window_logits(
         yield from _of_last_states(model, windows, parts)
 
 
+def log_probabilities(model: Any, tokens: Tensor) -> Tensor:
+    """[b * seq_len, vocabulary] fp32 of windows [b, seq_len] of ids, with a graph where gradients are on; the model is
+    in memory."""
+    logits: Tensor = model(tokens.long(), use_cache=False).logits
+    return logits.float().log_softmax(dim=-1).flatten(0, -2)
+
+
 @dataclass(frozen=True)
 class _Part:
     """The windows of one length, by their numbers, and what flows through the blocks for them."""

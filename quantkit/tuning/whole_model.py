@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from quantkit.models.families import linear_weight
+from quantkit.models.logits import log_probabilities
 from quantkit.tuning.install import tunable
 from quantkit.tuning.optimize import Objective, TuneReport, tune
 from quantkit.tuning.settings import TuneSettings
+from quantkit.tuning.target import Target
 
 # Windows of a graph that is held at a time have so many tokens, so that their logits stay below 2 GB for most models.
 _TOKENS_AT_ONCE = 2048
@@ -39,12 +41,14 @@ def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSetting
     with tunable(model, weight if settings.codes else None) as tuned:
         model.to(device)
 
-        def loss(numbers: Tensor) -> Tensor:
-            return divergence_loss(original, model, windows[numbers].to(device, torch.long))
-
         at_once = max(1, _TOKENS_AT_ONCE // windows.shape[1])
-        objective = Objective(loss, len(windows), at_once, dtype)
         with _short_products():
+            target = Target(original, windows, at_once)
+
+            def loss(numbers: Tensor) -> Tensor:
+                return divergence_loss(target.log_probabilities(numbers), model, windows[numbers].to(device))
+
+            objective = Objective(loss, len(windows), at_once, dtype)
             report = tune(list(tuned.parts.values()), list(tuned.others.values()), objective, settings)
         model.to("cpu")
     return report
@@ -61,18 +65,17 @@ def _short_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def tuning_bytes(model: Any, quantized: int, settings: TuneSettings) -> int:
-    """What tune_model holds at its peak, of a model (on the meta device) of which so many weights are quantized."""
+def tuning_bytes(model: Any, quantized: int, tokens: int, settings: TuneSettings) -> int:
+    """What tune_model holds at its peak, of a model (on the meta device) of which so many weights are quantized, with
+    so many tokens in all windows."""
     config = model.config.get_text_config()
     total = sum(parameter.numel() for parameter in model.parameters())
     values = 2 * total + quantized * (_FIXED_VALUES + (_LATENT_VALUES if settings.codes else 0))
     graph = _HIDDEN_COPIES * config.hidden_size * config.num_hidden_layers + _LOGIT_COPIES * config.vocab_size
-    return _FP32 * (values + _TOKENS_AT_ONCE * graph)
+    return _FP32 * (values + _TOKENS_AT_ONCE * graph + tokens * config.hidden_size)
 
 
-def divergence_loss(original: Any, model: Any, tokens: Tensor) -> Tensor:
-    """KL(original || model) in nats per token of windows [b, seq_len]."""
-    with torch.no_grad():
-        wanted = original(tokens, use_cache=False).logits.float().log_softmax(dim=-1).flatten(0, -2)
-    found = model(tokens, use_cache=False).logits.float().log_softmax(dim=-1).flatten(0, -2)
+def divergence_loss(wanted: Tensor, model: Any, tokens: Tensor) -> Tensor:
+    """KL(original || model) in nats per token of windows [b, seq_len]; wanted: the original's log-probabilities."""
+    found = log_probabilities(model, tokens)
     return torch.nn.functional.kl_div(found, wanted, log_target=True, reduction="sum") / tokens.numel()

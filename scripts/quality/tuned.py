@@ -114,15 +114,16 @@ def _parts(name: str) -> tuple[str, list[str]]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The rows as a Markdown table, a group of three columns per text."""
+    """The rows as a Markdown table, a group of four columns per text."""
     texts = [score["text"] for score in rows[0]["evaluations"]]
-    heads = [f"{text}: {kind}" for text in texts for kind in ("perplexity", "mean KL", "same top token")]
+    heads = [f"{text}: {kind}" for text in texts for kind in ("perplexity", "mean KL", "99 % KL", "same top token")]
     lines = []
     for row in rows:
         seconds = row["quantize_seconds"] + (row["tuning"]["seconds"] if row["tuning"] else 0)
         cells = [row["recipe"], "yes" if row["tuning"] else "no", f"{row['bits_per_weight']:.2f}", f"{seconds:.0f}"]
         for score in row["evaluations"]:
-            cells += [f"{score['perplexity']:.2f}", f"{score['mean_kl']:.4f}", f"{score['same_top1']:.1%}"]
+            cells += [f"{score['perplexity']:.2f}", f"{score['mean_kl']:.4f}", f"{score['p99_kl']:.3f}"]
+            cells.append(f"{score['same_top1']:.1%}")
         lines.append(cells)
     return markdown_table(("recipe", "tuned", "bits/weight", "s", *heads), lines, left=2)
 

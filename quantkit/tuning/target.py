@@ -1,0 +1,50 @@
+"""What the original model predicts on the calibration windows: its blocks run once, its head whenever it is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.models.families import decoder_blocks
+from quantkit.models.logits import log_probabilities
+from quantkit.models.streaming import replaced_forwards
+from quantkit.progress import track
+
+
+class Target:
+    """The original model's log-probabilities of windows [n, seq_len] of token ids.
+
+    The last block's outputs are held, [n, seq_len, hidden_size] fp32 on the model's device: logits of all windows
+    would take vocabulary / hidden_size times as much.
+    """
+
+    def __init__(self, original: Any, windows: Tensor, at_once: int):
+        """at_once: windows that the blocks read at a time."""
+        self._original, self._windows = original, windows
+        self._blocks = [block for _, block in decoder_blocks(original)]
+        self._rest: tuple[Any, ...] | None = None
+        self._states = torch.cat([self._last_states(part) for part in track(windows.split(at_once), "original model")])
+
+    @torch.no_grad()
+    def log_probabilities(self, numbers: Tensor) -> Tensor:
+        """Of the windows of these numbers [b]: [b * seq_len, vocabulary] fp32."""
+        states = self._states[numbers.to(self._states.device)]
+        answer = states if self._rest is None else (states, *self._rest)
+        with replaced_forwards(self._blocks, [lambda *_arguments, **_keywords: answer] * len(self._blocks)):
+            return log_probabilities(self._original, self._windows[numbers].to(states.device))
+
+    @torch.no_grad()
+    def _last_states(self, windows: Tensor) -> Tensor:
+        outputs: list[Any] = []
+        handle = self._blocks[-1].register_forward_hook(lambda _block, _arguments, output: outputs.append(output))
+        try:
+            self._original(windows.to(next(self._original.parameters()).device, torch.long), use_cache=False)
+        finally:
+            handle.remove()
+        (output,) = outputs
+        if not isinstance(output, tuple):
+            return output
+        self._rest = output[1:]
+        return output[0]
