@@ -272,5 +272,5 @@ def experts_units(row: Architecture) -> Iterator[CompileUnit]:
                     yield _gemv_unit(GemvCase(bits, segment, scale_bits, tokens=1), row)
     if gemm_kernel(row) is not None:
         yield ROUTE
-        for it, dtype, shape in gemm_instances(row):
+        for it, dtype, shape in gemm_instances(row, clusters=(1,)):
             yield _gemm_unit(it, dtype, shape)

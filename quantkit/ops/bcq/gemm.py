@@ -203,9 +203,14 @@ def _cycles(it: GemmProblem, layout: GemmLayout, token_tiles: int) -> float:
     return rounds * (steps * step + sums) * (_CROWDED if shape.groups == _MANY_GROUPS else 1)
 
 
+def _clusters(row: Architecture) -> tuple[int, ...]:
+    """Parts of K that a layout may have, each for a block of a cluster."""
+    return (1, 2) if row.clusters else (1,)
+
+
 def gemm_layouts(it: GemmProblem) -> list[GemmLayout]:
     """The layouts that fit, the one expected to be fastest first."""
-    clusters = (1, 2) if it.gpu.architecture.clusters and it.k_tiles > 1 else (1,)
+    clusters = _clusters(it.gpu.architecture) if it.k_tiles > 1 else (1,)
     fitted = [_fitted(it, shape, parts) for shape in _shapes(it.weight_bits, it.gpu.architecture) for parts in clusters]
     return _sorted(it, fitted, lambda shape: ceil(it.tokens / shape.tokens))
 
@@ -259,13 +264,19 @@ def gemm_unit(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> CompileU
     return CompileUnit(SOURCES[Kernel.BCQ_GEMM_MMA], "bcqGemm", gemm_arguments(it, dtype, shape))
 
 
-def gemm_instances(row: Architecture) -> Iterator[tuple[GemmProblem, torch.dtype, GemmShape]]:
-    """What instances there are for on a GPU generation."""
+def gemm_instances(
+    row: Architecture, clusters: tuple[int, ...]
+) -> Iterator[tuple[GemmProblem, torch.dtype, GemmShape]]:
+    """What instances there are for on a GPU generation: shapes that shared memory holds for some weight.
+
+    clusters: the parts of K that layouts may have.
+    """
     for bits in range(1, MAX_BITS + 1):
         for entries in (bits, bits + 1) if bits in _OFFSETS_APART else (bits,):
-            it = GemmProblem(bits, entries, 2 * BITS_PER_BYTE, 1, 1, 1, 1, Gpu(row, 1))
+            it = GemmProblem(bits, entries, BITS_PER_BYTE, 1, 1, 1, 1, Gpu(row, 1))  # no weight takes less
+            fitting = [shape for shape in _shapes(bits, row) if any(_filled(it, shape, parts, 1) for parts in clusters)]
             for dtype in GEMM_TYPES:
-                yield from ((it, dtype, shape) for shape in _shapes(bits, row))
+                yield from ((it, dtype, shape) for shape in fitting)
 
 
 def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
@@ -273,7 +284,7 @@ def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
     if gemm_kernel(row) is None:
         return
     yield ARRANGE
-    for instance in gemm_instances(row):
+    for instance in gemm_instances(row, _clusters(row)):
         yield gemm_unit(*instance)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product as combinations
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from quantkit.ops.bcq.experts import (
     gemm_launches,
     gemv_launch,
 )
+from quantkit.ops.bcq.gemm import GemmProblem, gemm_arguments
 from quantkit.ops.bcq.launch import gemm_problem
 from quantkit.ops.bcq.layout import BcqTiles, join_experts, split_experts
 from quantkit.ops.bcq.op import bcq_experts
@@ -108,6 +111,16 @@ def test_layouts_of_experts_are_compiled_and_fit(row: Architecture) -> None:
                 gemm_launches(product, gpu, layout)[1].unit
             }
             assert layout.shared_mem <= row.shared_limit()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_layout_of_experts_has_an_instance_and_every_instance_a_weight(row: Architecture) -> None:
+    used = set()
+    for bits, offset, scale_bits, segments, tokens in combinations(range(1, 9), (0, 1), SCALE_BITS, (1, 8), (1, 500)):
+        it = GemmProblem(bits, bits + offset, scale_bits, segments, 17, 6, tokens, Gpu(row, 20))
+        shapes = [layout.shape for layout in experts_layouts(it, EXPERTS)]
+        used |= {gemm_arguments(it, dtype, shape) for dtype in TYPES for shape in shapes}
+    assert used == {unit.arguments for unit in experts_units(row) if unit.function == "bcqExpertsGemm"}
 
 
 def test_few_pairs_are_products_of_one_token() -> None:

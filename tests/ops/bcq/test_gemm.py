@@ -15,7 +15,16 @@ from quantkit.cuda.compile import CompileUnit, compile_units
 from quantkit.cuda.device import Gpu, gpu_of
 from quantkit.cuda.source import KernelSource
 from quantkit.formats.bcq import SCALE_BITS
-from quantkit.ops.bcq.gemm import GemmLayout, GemmProblem, gemm_fits, gemm_layouts, gemm_unit, gemm_units, plan_gemm
+from quantkit.ops.bcq.gemm import (
+    ARRANGE,
+    GemmLayout,
+    GemmProblem,
+    gemm_fits,
+    gemm_layouts,
+    gemm_unit,
+    gemm_units,
+    plan_gemm,
+)
 from quantkit.ops.bcq.instances import SEGMENTS, SOURCES, TILE_K
 from quantkit.ops.bcq.launch import Product, gemm_launches, gemm_problem
 from quantkit.ops.bcq.layout import BcqTiles
@@ -57,15 +66,16 @@ def _problems(row: Architecture) -> list[GemmProblem]:
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_every_weight_that_fits_has_a_layout_with_a_known_instance(row: Architecture) -> None:
-    units, limit = set(gemm_units(row)), row.shared_limit()
+def test_every_weight_that_fits_has_a_layout_and_every_instance_a_weight(row: Architecture) -> None:
+    units, used, limit = set(gemm_units(row)), {ARRANGE}, row.shared_limit()
     for problem in _problems(row):
         for layout in gemm_layouts(problem):
             assert layout.shared_mem <= limit
             assert layout.stages >= layout.shape.phases * layout.shape.tile_stages  # every phase holds a tile of x
             assert layout.ranges <= problem.n_tiles
-            assert {gemm_unit(problem, dtype, layout.shape) for dtype in TYPES} <= units
+            used |= {gemm_unit(problem, dtype, layout.shape) for dtype in TYPES}
         assert plan_gemm(problem) == gemm_layouts(problem)[0]
+    assert used == units
 
 
 @pytest.mark.parametrize("row", ROWS)
