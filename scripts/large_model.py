@@ -6,7 +6,7 @@ Every command runs as a process of its own; its peak is the largest resident set
 of mapped files included. A model is made once for each number of blocks. Where there are two numbers, the difference
 gives the seconds of one block, and the time of the whole model follows by arithmetic, named so. The document is written
 after every command, the folder removed at the end. Disk for the model and its results: 0.6 GB a block for llama-2-7b,
-2.5 GB for llama-3-70b.
+2.5 GB for llama-3-70b. --dry-run takes none: its files are holes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,27 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from quantkit.bench.shapes import MODELS, shape_config
 from quantkit.errors import BenchError
 from quantkit.models.families import decoder_blocks
-from quantkit.storage.tensors import write_tensors
+from quantkit.storage.tensors import file_header, in_file_order, write_tensors
 from scripts.common import chosen, command_line, environment_of, run_script, write_document
 
 SEED = 0
 SPREAD = 0.02  # deviation of random weights, as models are initialized
 RECIPE, CALIBRATED_RECIPE = "bcq-w4-g128", "bcq-w4-g128-comp"
-COMMANDS = ("quantize", "calibrate", "quantize-calibrated", "perplexity", "divergence")
+COMMANDS = ("quantize", "calibrate", "quantize-weighted", "quantize-calibrated", "perplexity", "divergence")
+WRITTEN = {
+    "quantize": "plain/*.safetensors",
+    "calibrate": "c.safetensors",
+    "quantize-weighted": "weighted/*.safetensors",
+    "quantize-calibrated": "calibrated/*.safetensors",
+}
+"""What commands write, beside the model."""
 
 
-def make_model(shape: str, blocks: int, folder: Path, device: str) -> int:
+def make_model(shape: str, blocks: int, folder: Path, device: str | None) -> int:
     """Write a random bf16 model, a file for each decoder block and one for the rest; bytes of its weights.
 
-    device: where the random numbers are drawn, which are other numbers on another kind of device.
+    device: where the random numbers are drawn, which are other numbers on another kind of device. None: the files have
+    their sizes and nothing in them, which takes no disk.
     """
     config = shape_config(MODELS[shape])
     config.num_hidden_layers = blocks
@@ -53,18 +61,18 @@ def make_model(shape: str, blocks: int, folder: Path, device: str) -> int:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     prefixes = [f"{prefix}." for prefix, _ in decoder_blocks(model)]
     names = list(model.state_dict(keep_vars=True).items())
-    generator = torch.Generator(device).manual_seed(SEED)
+    generator = torch.Generator(device or "cpu").manual_seed(SEED)
     folder.mkdir(parents=True)
     weight_map: dict[str, str] = {}
     total = 0
     for number, prefix in enumerate([None, *prefixes]):
         own = {
-            name: _random(tuple(tensor.shape), generator)
+            name: tensor if device is None else _random(tuple(tensor.shape), generator)
             for name, tensor in names
             if (prefix is None and not name.startswith(tuple(prefixes))) or (prefix and name.startswith(prefix))
         }
         file = f"model-{number:05}-of-{len(prefixes):05}.safetensors"
-        write_tensors(folder / file, own, {"format": "pt"})
+        (_write_hole if device is None else write_tensors)(folder / file, own, {"format": "pt"})
         weight_map |= dict.fromkeys(own, file)
         total += sum(tensor.numel() * tensor.itemsize for tensor in own.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -72,6 +80,13 @@ def make_model(shape: str, blocks: int, folder: Path, device: str) -> int:
     config.save_pretrained(folder)
     _byte_tokenizer().save_pretrained(folder)
     return total
+
+
+def _write_hole(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    header = file_header(in_file_order(tensors), metadata, {})
+    with path.open("xb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()))
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -146,7 +161,8 @@ class GpuPeak:
 
 def command_arguments(command: str, model: Path, work: Path, options: argparse.Namespace) -> list[str]:
     """What quantkit is called with; the results stand in ``work``."""
-    artifact, plain, calibrated = work / "c.safetensors", work / "plain", work / "calibrated"
+    artifact, plain = work / "c.safetensors", work / "plain"
+    of_text = ["--calibration", str(artifact)]
     device = ["--device", options.device]
     hidden = ["--activations", options.activations]
     text = ["--dataset", "pydoc", "--seq-len", str(options.seq_len)]
@@ -165,20 +181,23 @@ def command_arguments(command: str, model: Path, work: Path, options: argparse.N
             *device,
             *hidden,
         ],
+        "quantize-weighted": [
+            *("quantize", str(model), "--recipe", RECIPE, *of_text),
+            *("-o", str(work / "weighted"), *settings, *device, *hidden),
+        ],
         "quantize-calibrated": [
-            *("quantize", str(model), "--recipe", CALIBRATED_RECIPE, "--calibration", str(artifact)),
-            *("-o", str(calibrated), *settings, *device, *hidden),
+            *("quantize", str(model), "--recipe", CALIBRATED_RECIPE, *of_text),
+            *("-o", str(work / "calibrated"), *settings, *device, *hidden),
         ],
         "perplexity": ["eval", "perplexity", str(plain), *text, *few, *device, *hidden],
         "divergence": ["eval", "divergence", str(model), str(plain), *text, *few, *device, *hidden],
     }[command]
 
 
-def written_digest(work: Path, command: str) -> str:
+def written_digest(written: Iterable[Path]) -> str:
     """One sha256 of the weight files, or the artifact, that a command wrote."""
-    written = {"calibrate": "c.safetensors", "quantize": "plain/*.safetensors"}
     digest = hashlib.sha256()
-    for path in sorted(work.glob(written.get(command, "calibrated/*.safetensors"))):
+    for path in sorted(written):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
@@ -192,9 +211,22 @@ def run_shape(blocks: int, commands: list[str], options: argparse.Namespace) -> 
         size = make_model(options.shape, blocks, work / "model", options.device)
         for command in commands:
             rows[command] = measure(command_arguments(command, work / "model", work, options), options.ranks)
-            if options.digests:
-                rows[command]["sha256"] = written_digest(work, command)
+            if options.digests and command in WRITTEN:
+                rows[command]["sha256"] = written_digest(work.glob(WRITTEN[command]))
             yield {"blocks": blocks, "model_bytes": size, "commands": rows}
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def dry_run(options: argparse.Namespace) -> dict[str, Any]:
+    """What ``quantize --dry-run`` says of the whole model: bytes of the files, the disk and the memory."""
+    work, layers = options.folder / f"{options.shape}-whole", MODELS[options.shape].layers
+    try:
+        size = make_model(options.shape, layers, work / "model", None)
+        command = command_arguments("quantize", work / "model", work, options)
+        measure([*command, "--dry-run", "--json", str(work / "said.json")], ranks=1)
+        said = json.loads((work / "said.json").read_text(encoding="utf-8"))
+        return {"model_bytes": size, **{key: said[key] for key in ("files", "disk", "memory")}}
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -217,7 +249,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where the model and the results are made")
     parser.add_argument("--shape", default="llama-2-7b", help=", ".join(MODELS))
     parser.add_argument("--blocks", default="2,4", help="numbers of decoder blocks, rising, separated by commas")
-    parser.add_argument("--commands", default=",".join(COMMANDS[:3]), help=", ".join(COMMANDS))
+    parser.add_argument("--commands", default=",".join(COMMANDS[:4]), help=", ".join(COMMANDS))
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--evaluated", type=int, default=4, help="windows of eval")
@@ -226,6 +258,7 @@ def main() -> None:
     parser.add_argument("--activations", default="fp32", help="what hidden states are stored in: fp32 or bf16")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share calibrate and quantize")
     parser.add_argument("--digests", action="store_true", help="also a sha256 of what calibrate and quantize write")
+    parser.add_argument("--dry-run", action="store_true", help="only what quantize --dry-run says of the whole model")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     (shape,) = chosen("--shape", options.shape, MODELS)
@@ -241,6 +274,10 @@ def main() -> None:
         "ranks": options.ranks,
         "runs": [],
     }
+    if options.dry_run:
+        document["dry_run"] = dry_run(options)
+        write_document(options.json, document)
+        return
     done: list[dict[str, Any]] = []
     for blocks in map(int, options.blocks.split(",")):
         for run in run_shape(blocks, commands, options):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quantkit import progress
+from tests.cli.calls import run
 
 
 def test_a_line_comes_while_one_item_takes_long(
@@ -31,3 +35,17 @@ def test_a_caller_may_ask_for_lines_more_often(capsys: pytest.CaptureFixture[str
 def test_short_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(progress.track(iter("abc"), "work")) == ["a", "b", "c"]
     assert capsys.readouterr().err == ""
+
+
+def test_every_long_part_of_quantizing_tells_how_far_it_is(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def tell(items: Iterable[Any], description: str, _total: int | None) -> Iterator[Any]:
+        told.append(description)
+        yield from items
+
+    monkeypatch.setattr(progress, "_tell", tell)
+    assert run("quantize", tiny_model("opt"), "--recipe", "rtn-w4-g128", "-o", tmp_path / "q").exit_code == 0
+    assert told == ["reading the weights", "quantizing blocks", "writing the weight files"]

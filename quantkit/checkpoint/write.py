@@ -17,6 +17,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from quantkit.checkpoint.config import config_digest
 from quantkit.checkpoint.read import CONFIG_DIGEST, REPORT_FILE, read_document, read_report
 from quantkit.errors import CheckpointError
+from quantkit.progress import track
 from quantkit.storage.tensors import DIGEST_LETTERS, TensorFile, copy_tensors, file_header, in_file_order
 
 MAX_SHARD_BYTES = 4 * 10**9
@@ -121,7 +122,7 @@ def _write_weights(
     tensors: dict[str, Tensor], metadata: Mapping[str, str], folder: Path, sources: Mapping[str, TensorFile]
 ) -> None:
     split = _split(tensors)
-    for file, names in split.filename_to_tensors.items():
+    for file, names in track(split.filename_to_tensors.items(), "writing the weight files"):
         copy_tensors(folder / file, {name: tensors[name] for name in names}, metadata, sources)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -14,6 +14,7 @@ from quantkit.cpu import check_half_precision
 from quantkit.errors import ModelError, refusing
 from quantkit.hub import hub_problem
 from quantkit.models.demo import DEMO_MODEL, demo_folder
+from quantkit.progress import track
 from quantkit.storage.documents import read_json
 from quantkit.storage.place import is_stream
 
@@ -225,7 +226,7 @@ def fingerprint(model: nn.Module) -> str:
 def stream_fingerprint(stream: ModelStream, look: Callable[[str, Tensor], None] | None = None) -> str:
     """``fingerprint`` of a stream, every part of which is read once. look: is shown each parameter on the way."""
     samples = {}
-    for prefix in stream.parts():
+    for prefix in track(stream.parts(), "reading the weights", total=len(stream.blocks) + 1):
         for name, parameter in stream.model.named_parameters():
             if stream.owner(name) == prefix:
                 samples[name] = fingerprint_sample(parameter)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import OutputError, refusing
-from quantkit.progress import say
+from quantkit.progress import say, track
 from quantkit.ranks import Ranks
 from quantkit.storage.documents import parse_json, read_json
 from quantkit.storage.output import sync
@@ -250,7 +250,11 @@ def _finished_pieces(folder: Path, identity: Mapping[str, Any]) -> int:
             f"{_AGAIN}, or choose another output"
         )
     files = work.files()
-    if Verification(files, OutputError).finish() != sum(len(file.tensors) for file in files):
+    compared = sum(
+        Verification([file], OutputError).finish()
+        for file in track(files, "comparing finished pieces with their digests")
+    )
+    if compared != sum(len(file.tensors) for file in files):
         raise OutputError(f"unfinished work in {folder}: its pieces hold no digests; {_AGAIN}")
     return work.finished
 
