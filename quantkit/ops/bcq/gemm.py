@@ -45,11 +45,20 @@ TOKEN_BAND = 4  # tiles of tokens that blocks work on at once, for x and the wei
 _SHARED_ITEMS = 2  # that a block has a share of, at most
 _FEW_BITS = 4  # planes up to which shared memory carries the other shapes at any group size
 _OFFSETS_APART = (1, 4, 8)  # planes whose tables of levels leave no room for an offset (kernels/bcq/levels.cuh)
-# (tokens, row groups, phases, slots) of an instance's tile, block and rings: what registers carry without spilling.
+# (tokens, row groups, phases, slots) of an instance's tile, block and rings.
 _WARPGROUP_SHAPES = (
     *((8, 2, 2, 3), (8, 1, 4, 3), (16, 2, 2, 3), (16, 1, 4, 3), (32, 3, 1, 3), (32, 2, 2, 2), (32, 1, 3, 3)),
     *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2), (64, 1, 3, 3), (128, 3, 1, 3), (128, 2, 1, 4), (256, 2, 1, 3)),
 )
+# Of these, what registers do not carry without spilling, by planes and whether offsets are added apart.
+_SPILLING_OF_8 = {(8, 1, 4, 3), (16, 2, 2, 3), (16, 1, 4, 3), (64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2)}
+_SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {
+    (3, False): {(64, 4, 1, 2)},
+    (4, True): {(64, 4, 1, 2), (64, 2, 2, 2)},
+    (7, False): {(64, 3, 1, 3)},
+    (8, False): _SPILLING_OF_8,
+    (8, True): _SPILLING_OF_8,
+}
 _NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
 WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
 # What the choice of a layout goes by, in clock cycles of an H200: fitted to 343 times of layouts in 43 problems, in
@@ -173,11 +182,13 @@ def gemm_kernel(row: Architecture) -> Kernel | None:
     return next((kernel for kernel in FUSED if kernel in row.kernels), None)
 
 
-def _shapes(weight_bits: int, row: Architecture) -> Iterator[GemmShape]:
+def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
     known: tuple[tuple[int, int, int, int], ...] = WARP_SHAPES
-    warpgroups = Kernel.BCQ_GEMM_WGMMA in row.kernels
+    warpgroups = Kernel.BCQ_GEMM_WGMMA in it.gpu.architecture.kernels
     if warpgroups:
-        known = _WARPGROUP_SHAPES + (() if weight_bits <= _FEW_BITS else _NARROW_SHAPES)
+        spilling = _SPILLING.get((it.weight_bits, it.offsets_apart), ())
+        known = tuple(numbers for numbers in _WARPGROUP_SHAPES if numbers not in spilling)
+        known += () if it.weight_bits <= _FEW_BITS else _NARROW_SHAPES
     return (GemmShape(*numbers, warpgroups) for numbers in known)
 
 
@@ -219,7 +230,7 @@ def _cycles(it: GemmProblem, layout: GemmLayout) -> float:
 
 def gemm_layouts(it: GemmProblem) -> list[GemmLayout]:
     """The layouts that fit, the one expected to be fastest first."""
-    fitted = [layout for shape in _shapes(it.weight_bits, it.gpu.architecture) for layout in _fitted(it, shape)]
+    fitted = [layout for shape in _shapes(it) for layout in _fitted(it, shape)]
     return sorted(fitted, key=lambda layout: _cycles(it, layout))
 
 
@@ -270,7 +281,7 @@ def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
     for codes in (False, True):
         for it in least_problems(row, codes=codes):
             for dtype in GEMM_TYPES:
-                yield from (gemm_unit(it, dtype, shape) for shape in _shapes(it.weight_bits, row))
+                yield from (gemm_unit(it, dtype, shape) for shape in _shapes(it))
 
 
 def is_vectors(x: Tensor) -> bool:
