@@ -62,7 +62,7 @@ def served(folder: Path, ids: torch.Tensor, dtype: str, python: str, work: Path)
     """vLLM's perplexity on windows [W, L], or why it has none."""
     windows, out = work / "windows.json", work / "means.json"
     windows.write_text(json.dumps(ids.tolist()))
-    command = [python, __file__, _ENGINE, folder, windows, dtype, out]
+    command = [python, __file__, _ENGINE, str(folder), str(windows), dtype, str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if not out.is_file():
         lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
