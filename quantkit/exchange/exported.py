@@ -88,6 +88,8 @@ def opened_checkpoint(folder: Path) -> Iterator[Exported]:
 
     Raises CheckpointError for one that is damaged, and for layers that are no uniform grid.
     """
+    if not folder.is_dir():
+        raise CheckpointError(f"checkpoint {folder}: no such folder")
     stored = read_checkpoint(folder)
     if stored.attention:
         raise CheckpointError(f"checkpoint {folder}: its attention is INT8, which no other format holds")

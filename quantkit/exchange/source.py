@@ -127,6 +127,9 @@ class Folder:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder. Raises CheckpointError for an unreadable one, or one that holds no mapping."""
+    files = [] if (folder / "config.json").exists() or not folder.is_dir() else sorted(folder.glob("*.gguf"))
+    if files:
+        raise CheckpointError(f"source {folder}: has no config.json; to read its GGUF file, name it: {files[0]}")
     what = f"source {folder}: config.json"
     config = read_json(folder / "config.json", what, CheckpointError)
     if not isinstance(config, dict):

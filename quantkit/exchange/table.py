@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.config import QUANT_METHOD
 from quantkit.errors import CheckpointError
 from quantkit.exchange import awq, compressed_tensors, gptq
 from quantkit.exchange.gguf import SUFFIX, opened_gguf
@@ -72,6 +73,8 @@ def opened_source(path: Path, *, weights_only: bool = False) -> Iterator[Source]
         raise CheckpointError(f"source {path}: no such folder")
     with opened_folder(path) as folder:
         method = folder.document.get("quant_method")
+        if method == QUANT_METHOD:
+            raise CheckpointError(f"source {path}: is a quantkit checkpoint already; 'quantkit export' writes others")
         if not isinstance(method, str) or method not in SOURCES:
             known = ", ".join(sorted(SOURCES))
             raise CheckpointError(

@@ -22,7 +22,7 @@ from quantkit.exchange.words import WORD_BITS, pack_stream
 from quantkit.formats.bcq import group_width
 
 _MLX_BITS, _MLX_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-_INTEGER_ZEROS = "quantize with zero: integer (rtn, also as GPTQ), or export to humming or mlx"
+_INTEGER_ZEROS = "quantize with zero: integer (rtn, also as GPTQ), convert exactly, or export to humming or mlx"
 
 
 def _any_model(_source: Exported) -> None:
@@ -126,9 +126,8 @@ def _check_gptq(layer: ExportLayer) -> float:
 
 
 def _gptq_version(layers: Layers) -> str:
-    """v1, which every engine reads; v2 where a zero point of 0 leaves nothing to take 1 off."""
-    zeros = (layer.uniform.zero for layer in layers.values())
-    return gptq.V2 if any(zero is not None and bool((zero == 0).any()) for zero in zeros) else gptq.V1
+    """v1 for symmetric grids; GPTQModel refuses other zero points in v1 unless it wrote them itself."""
+    return gptq.V1 if all(layer.is_symmetric for layer in layers.values()) else gptq.V2
 
 
 def _gptq_fields(source: Exported, layer: ExportLayer, layers: Layers) -> dict[str, Tensor]:

@@ -79,6 +79,61 @@ def test_q6_k_block_by_hand() -> None:
     assert block_grid(block, "Q6_K", "layer").step[0, :3].tolist() == [1.5, -0.5, 0.5]
 
 
+def _first(name: str, block: np.ndarray, group: int) -> tuple[int, float, float]:
+    """The first code of a group, the group's step and its lowest level."""
+    grid, codes = block_grid(block, name, "layer"), block_codes(block, name)
+    place = group * BLOCK_TYPES[name].group_size
+    return int(codes[0, place]), grid.step[0, group].item(), grid.lowest[0, group].item()
+
+
+def test_q4_1_block_by_hand() -> None:
+    """d, m, then nibbles as in Q4_0; w = d q + m."""
+    block = _block(*_half(0.5), *_half(-2.0), 0x9E, *[0] * 15)
+    assert block_codes(block, "Q4_1").tolist() == [[14, *[0] * 15, 9, *[0] * 15]]
+    assert _first("Q4_1", block, 0) == (14, 0.5, -2.0)
+
+
+def test_q5_0_block_by_hand() -> None:
+    """d, the fifth bits of all 32 codes, then nibbles as in Q4_0; w = d (q - 16)."""
+    block = _block(*_half(0.25), 0b10, 0, 1, 0, 0x21, *[0] * 15)
+    assert block_codes(block, "Q5_0").tolist() == [[1, 16, *[0] * 14, 18, *[0] * 15]]
+    assert _first("Q5_0", block, 0) == (1, 0.25, -4.0)
+
+
+def test_q2_k_block_by_hand() -> None:
+    """scales[16] with a scale below and a minimum above, qs[64], d, dmin; code 32 is bits 2 and 3 of qs[0]."""
+    block = _block(0x53, 0x10, 0x02, *[0x01] * 13, 0b1001, *[0] * 63, *_half(0.5), *_half(0.25))
+    assert _first("Q2_K", block, 0) == (1, 1.5, -1.25)
+    assert _first("Q2_K", block, 1) == (0, 0.0, -0.25)
+    assert _first("Q2_K", block, 2) == (2, 1.0, 0.0)
+
+
+def test_q3_k_block_by_hand() -> None:
+    """hmask[32], qs[64], scales[12] plus 32 in nibbles and pairs of bits, d; code 0's third bit is hmask[0]'s first."""
+    scales = [0x25, *[0x11] * 7, 0b1010_1011, *[0xAA] * 3]  # scale 0: 0b11_0101; scale 8: 0b10_0010
+    block = _block(0b00001, *[0] * 31, 0b11, *[0] * 63, *scales, *_half(0.5))
+    assert _first("Q3_K", block, 0) == (7, (0b110101 - 32) * 0.5, -4 * (0b110101 - 32) * 0.5)
+    assert _first("Q3_K", block, 8) == (0, (0b100010 - 32) * 0.5, -4 * (0b100010 - 32) * 0.5)
+
+
+def test_q4_k_block_by_hand() -> None:
+    """d, dmin, scales[12], qs[128]: six bits of scale 0 in byte 0, of minimum 0 in byte 4; of scale 4 the low four in
+    byte 8 and the high two atop byte 0; of minimum 4 likewise atop bytes 8 and 4."""
+    scales = [0b01_000011, 5, 0, 0, 0b10_000010, 1, 0, 0, 0b0011_0111, 0, 0, 0]
+    block = _block(*_half(0.5), *_half(0.25), *scales, 0xC9, *[0] * 127)
+    assert _first("Q4_K", block, 0) == (9, 1.5, -0.5)
+    assert _first("Q4_K", block, 1) == (12, 2.5, -0.25)
+    assert _first("Q4_K", block, 4) == (0, 0b01_0111 * 0.5, -0b10_0011 * 0.25)
+
+
+def test_q5_k_block_by_hand() -> None:
+    """As Q4_K, with the fifth bits of eight groups in the bits of qh[32], before qs[128]."""
+    scales = [3, 5, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0]
+    block = _block(*_half(0.5), *_half(0.25), *scales, 0b10, *[0] * 31, 0xC9, *[0] * 127)
+    assert _first("Q5_K", block, 0) == (9, 1.5, -0.5)
+    assert _first("Q5_K", block, 1) == (28, 2.5, -0.25)
+
+
 @pytest.mark.parametrize("name", BLOCK_TYPES)
 def test_levels_are_those_of_the_gguf_package(name: str) -> None:
     blocks = _random(name, BLOCK_TYPES[name])

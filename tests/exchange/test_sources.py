@@ -51,6 +51,15 @@ def folders(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> dict
     }
 
 
+@pytest.fixture
+def gguf_folder(tmp_path: Path) -> Path:
+    """A folder with nothing but a GGUF file; what is in it is not read."""
+    folder = tmp_path / "gguf"
+    folder.mkdir()
+    (folder / "some.gguf").write_bytes(b"GGUF")
+    return folder
+
+
 def _copy(source: Path, out: Path) -> Path:
     out.mkdir()
     for path in source.iterdir():
@@ -150,6 +159,18 @@ def test_configurations_that_are_not_known_are_refused(folders: dict[str, Path],
     name, edit, message = CONFIGS[case]
     source = _with_config(folders[name], tmp_path / "source", edit)
     assert message in refusal("convert", source, "-o", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_no_source_is_told_what_to_name(
+    folders: dict[str, Path], gguf_folder: Path, tmp_path: Path
+) -> None:
+    assert run("convert", folders["gptq"], "-o", tmp_path / "ours").exit_code == 0
+    assert "is a quantkit checkpoint already" in refusal("convert", tmp_path / "ours", "-o", tmp_path / "out")
+    for command in (("inspect", gguf_folder), ("convert", gguf_folder, "-o", tmp_path / "out")):
+        assert f"name it: {gguf_folder / 'some.gguf'}" in refusal(*command)
+    arguments = ("export", tmp_path / "none", "--to", "mlx", "-o", tmp_path / "out")
+    assert refusal(*arguments).strip().endswith("none: no such folder")
     assert not (tmp_path / "out").exists()
 
 
