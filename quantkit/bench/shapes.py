@@ -48,6 +48,7 @@ MODELS: dict[str, ModelShape] = {
     "opt-13b": _opt(40, 5120, 40),
     "opt-30b": _opt(48, 7168, 56),
     "opt-66b": _opt(64, 9216, 72),
+    "opt-175b": _opt(96, 12288, 96),
     "llama-2-7b": ModelShape("llama", 32, 4096, 11008, 32, 32, 32000),
     "llama-2-70b": ModelShape("llama", 80, 8192, 28672, 64, 8, 32000),
     "llama-3-8b": ModelShape("llama", 32, 4096, 14336, 32, 8, 128256),

@@ -5,7 +5,15 @@ from quantkit.bench.memory import model_bytes
 from quantkit.bench.shapes import MODELS, LinearShape, model_linears, parse_shapes
 from quantkit.errors import BenchError
 
-BILLIONS = {"opt-6.7b": 6.7, "opt-13b": 13, "opt-30b": 30, "opt-66b": 66, "llama-2-7b": 6.7, "llama-2-70b": 69}
+BILLIONS = {
+    "opt-6.7b": 6.7,
+    "opt-13b": 13,
+    "opt-30b": 30,
+    "opt-66b": 66,
+    "opt-175b": 175,
+    "llama-2-7b": 6.7,
+    "llama-2-70b": 69,
+}
 BILLIONS |= {"bloom-7b": 7.07, "llama-3-8b": 8.0, "llama-3-70b": 70.6, "smollm2-135m": 0.135}
 
 

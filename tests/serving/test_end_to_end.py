@@ -49,10 +49,6 @@ SIZES = {
     "eos_token_id": 0,
 }
 LLAMA = LlamaConfig(**SIZES, intermediate_size=256)
-# eight ranks have a head of q each, two of them the same one of k and v; the columns of each have groups of 32
-WIDE = LlamaConfig(
-    **{**SIZES, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}, intermediate_size=512
-)
 OPT = OPTConfig(
     hidden_size=128,
     ffn_dim=256,
@@ -69,7 +65,7 @@ MIXTRAL = MixtralConfig(**SIZES, intermediate_size=256, num_local_experts=4, num
 QWEN_MOE = Qwen3MoeConfig(
     **SIZES, head_dim=32, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2, norm_topk_prob=False
 )
-MODELS = {"llama": LLAMA, "wide": WIDE, "opt": OPT, "mixtral": MIXTRAL, "qwen-moe": QWEN_MOE}
+MODELS = {"llama": LLAMA, "opt": OPT, "mixtral": MIXTRAL, "qwen-moe": QWEN_MOE}
 BCQ = {"schema": 1, "method": "bcq", "settings": {"weight_bits": 4, "group_size": 64}}
 RTN = {"schema": 1, "method": "rtn", "settings": {"weight_bits": 4, "group_size": 64}}
 HEAD = {**RTN, "keep": [], "head_bits": 6}
@@ -87,7 +83,6 @@ MIXED = {
 # None with a range per token: sums in another order then change codes, and tokens that are nearly as probable.
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # family, recipe, whether it needs calibration
     "llama": ("llama", BCQ, False),
-    "wide": ("wide", BCQ, False),
     "opt": ("opt", BCQ, False),
     "mixed": ("llama", MIXED, False),
     "flatten": ("llama", FLATTEN, True),
@@ -180,7 +175,7 @@ def test_a_compiled_model_gives_the_same_tokens(folders: dict[str, Path], tmp_pa
     ("name", "ranks"),
     [
         *(("llama", 2), ("mixed", 2), ("flatten", 2), ("head", 2), ("mixtral", 2), ("qwen-moe", 2)),
-        *(("llama", 4), ("head", 4), ("mixtral", 4), ("wide", 8)),
+        *(("llama", 4), ("head", 4), ("mixtral", 4)),
     ],
 )
 def test_several_ranks_give_the_same_tokens(name: str, ranks: int, folders: dict[str, Path], tmp_path: Path) -> None:
