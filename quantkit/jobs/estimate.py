@@ -74,7 +74,7 @@ class Estimate:
         else:
             return
         if free < self.memory:
-            fewer = "set tune.codes=false or leave tune out" if self.tunes else "use fewer calibration windows"
+            fewer = "leave tune.codes or all of tune out" if self.tunes else "use fewer calibration windows"
             raise OutputError(
                 f"quantizing takes about {self.memory / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; "
                 f"end other programs or {fewer}"

@@ -21,7 +21,7 @@ class TuneSettings:
     """
 
     epochs: int = 8
-    codes: bool = True
+    codes: bool = False
     rate: float = 0.003
     code_rate: float = 0.003
     batch: int = 4

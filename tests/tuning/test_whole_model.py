@@ -22,7 +22,7 @@ from quantkit.tuning.target import Target
 from quantkit.tuning.whole_model import divergence_loss, tune_model
 from tests.tiny import VOCABULARY, build_model
 
-SETTINGS = TuneSettings(epochs=4, batch=2, rate=0.01, code_rate=0.01)
+SETTINGS = TuneSettings(epochs=4, batch=2, codes=True, rate=0.01, code_rate=0.01)
 WINDOWS, SEQ_LEN = 12, 16
 # Held-out losses are means of fp32 sums in two orders of windows.
 LOSS_RTOL = 1e-4
@@ -128,7 +128,7 @@ def test_tuning_is_deterministic() -> None:
 def test_codes_stay_where_only_scales_are_tuned() -> None:
     original, model = models("opt")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tune_model(original, model, text(), TuneSettings(epochs=2, codes=False, rate=0.01), dtype=torch.float32)
+    tune_model(original, model, text(), TuneSettings(epochs=2, rate=0.01), dtype=torch.float32)
     changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
     kinds = {name.rpartition(".")[2] for name in changed}
     assert {"scales", "offset", "bias", "weight"} == kinds  # weight: of norms
