@@ -51,11 +51,16 @@ _WARPGROUP_SHAPES = (
     *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2), (64, 1, 3, 3), (128, 3, 1, 3), (128, 2, 1, 4), (256, 2, 1, 3)),
 )
 # Of these, what registers do not carry without spilling, by planes and whether offsets are added apart.
-_SPILLING_OF_8 = {(8, 1, 4, 3), (16, 2, 2, 3), (16, 1, 4, 3), (64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2)}
+_SPILLING_OF_8 = {
+    *((8, 2, 2, 3), (8, 1, 4, 3), (16, 2, 2, 3), (16, 1, 4, 3), (32, 2, 2, 2)),
+    *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2)),
+}
 _SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {
     (3, False): {(64, 4, 1, 2)},
     (4, True): {(64, 4, 1, 2), (64, 2, 2, 2)},
-    (7, False): {(64, 3, 1, 3)},
+    (5, False): {(64, 1, 3, 3)},
+    (6, False): {(32, 2, 2, 2)},
+    (7, False): {(32, 2, 2, 2), (64, 3, 1, 3)},
     (8, False): _SPILLING_OF_8,
     (8, True): _SPILLING_OF_8,
 }
