@@ -42,7 +42,7 @@ def test_every_long_part_of_quantizing_tells_how_far_it_is(
 ) -> None:
     told = []
 
-    def tell(items: Iterable[Any], description: str, _total: int | None) -> Iterator[Any]:
+    def tell(items: Iterable[Any], description: str, _total: int | None, _seconds: float) -> Iterator[Any]:
         told.append(description)
         yield from items
 

@@ -24,7 +24,7 @@ from quantkit.ops.instances import all_units
 
 needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="CuPy is not installed")
 WORKERS = os.cpu_count() or 1
-SAMPLED = 12  # one instance in so many, of every kernel at least one; make kernels compiles all
+SAMPLED = 36  # one instance in so many, of every kernel at least one; make kernels compiles all
 AMPERE, HOPPER = ARCHITECTURES[8, 0], ARCHITECTURES[9, 0]
 
 
