@@ -9,7 +9,7 @@ from types import TracebackType
 class QuantkitError(Exception):
     """Base of every expected failure; the message says what, where and what to do.
 
-    told: whether another process, of which this one is a helper, tells the user.
+    told: whether another process, of which this one is a helper, tells the user; this one leaves it the time to.
     """
 
     told = False

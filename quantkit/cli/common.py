@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from quantkit.storage.output import write_file
 from quantkit.storage.place import check_file
 
 EXIT_USER_ERROR = 2
+_SPEAKER_SECONDS = 60.0  # torchrun ends all ranks when one has failed: the one that speaks must be the first to end
 PIPED_WIDTH = 500  # the widest table, inspect of flatten layers, takes 300
 _PARAMETER = re.compile(r"`(\w+)`")
 
@@ -72,6 +74,7 @@ class Program(TyperGroup):
         except QuantkitError as error:
             command = self.commands.get(ctx.invoked_subcommand)
             if error.told:
+                time.sleep(_SPEAKER_SECONDS)
                 raise typer.Exit(EXIT_USER_ERROR) from None
             with suppress(OSError):  # a stderr that is full or closed takes nothing; the exit status says it
                 typer.echo(f"quantkit: error: {with_options(one_line(error), command)}", err=True)
