@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.formats.bcq import BcqSpec
 from quantkit.formats.table import format_name
-from quantkit.nn.table import LINEARS
+from quantkit.nn.table import LINEARS, LinearRow
 from tests.integrations import vllm_stub
 from tests.integrations.vllm_layers import (
     BCQ,
@@ -162,6 +162,21 @@ def test_dummy_weights_run(spec: Any, part: int, monkeypatch: pytest.MonkeyPatch
     vllm_stub.fill_as_dummy(layer)
     method.process_weights_after_loading(layer)
     assert bool(method.apply(layer, torch.randn(TOKENS, part)).isfinite().all())
+
+
+@pytest.mark.parametrize(("sequences", "layout"), [(1, "latency"), (4, "latency"), (5, "batch"), (256, "batch")])
+def test_weights_are_ordered_for_the_number_of_sequences(
+    sequences: int, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_stub.SETTINGS.scheduler_config, "max_num_seqs", sequences)
+    name = "model.layers.0.self_attn.o_proj"
+    linears = stored(name, BCQ, (Q_ROWS, K))
+    asked: list[str] = []
+    monkeypatch.setattr(LinearRow, "preparation", lambda _, layout: asked.append(layout))
+    layer, method = built(config_of(linears), name, [Q_ROWS], Q_ROWS)
+    vllm_stub.feed(layer, linears[name][1])
+    method.process_weights_after_loading(layer)
+    assert asked == [layout]
 
 
 def test_only_the_final_tensors_stay_and_lora_finds_one() -> None:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 SETTINGS = SimpleNamespace(
-    load_config=SimpleNamespace(load_format="auto"), parallel_config=SimpleNamespace(pipeline_parallel_size=1)
+    load_config=SimpleNamespace(load_format="auto"),
+    parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+    scheduler_config=SimpleNamespace(max_num_seqs=256),
 )
 
 

@@ -25,12 +25,13 @@ from quantkit.formats.shard import join
 from quantkit.formats.table import format_name
 from quantkit.integrations.vllm import DUMMY_WEIGHTS
 from quantkit.integrations.vllm.parts import Part, Partition, head_part, parts_of
-from quantkit.nn.table import LINEARS
+from quantkit.nn.table import LINEARS, Layout
 
 if TYPE_CHECKING:
     from quantkit.integrations.vllm.config import QuantkitConfig
 
 _LOGGER = init_logger(__name__)
+_FEW_SEQUENCES = 4  # of which every step decodes faster with the order for latency
 _FINEST_GROUP = 32  # of the kernels on tensor cores
 _PLAIN = "weight"
 _ATTENTION_INPUTS = {"q": 0, "k": 1, "v": 2}
@@ -50,13 +51,18 @@ class Product:
 
 
 class QuantkitLinearMethod(LinearMethodBase):
-    """What vLLM asks of a quantized Linear layer. names, stored: the Linears behind it, None in floating point."""
+    """What vLLM asks of a quantized Linear layer.
+
+    names, stored: the Linears behind it, None in floating point. layout: the order of its weights on a GPU, that for
+    latency where ``max_num_seqs`` is at most 4.
+    """
 
     def __init__(self, config: QuantkitConfig, names: list[str], stored: list[StoredLayer | None]):
         self.config, self.names, self.stored = config, names, stored
         self.parts: list[Part] = []
         self.products: tuple[Product, ...] = ()
         self.dummy = False
+        self.layout: Layout = "batch"
 
     def create_weights(
         self,
@@ -90,7 +96,9 @@ class QuantkitLinearMethod(LinearMethodBase):
 
     def _take_parts(self, layer: Any, parts: list[Part]) -> None:
         self.parts = parts
-        self.dummy = get_current_vllm_config().load_config.load_format == DUMMY_WEIGHTS
+        settings = get_current_vllm_config()
+        self.dummy = settings.load_config.load_format == DUMMY_WEIGHTS
+        self.layout = "latency" if settings.scheduler_config.max_num_seqs <= _FEW_SEQUENCES else "batch"
         for name in self._stored_names():
             entrance = nn.Parameter(torch.empty(0), requires_grad=False)
             entrance.weight_loader = _loader(self, name)  # type: ignore[attr-defined]  # as vLLM's own Parameters have
@@ -120,7 +128,7 @@ class QuantkitLinearMethod(LinearMethodBase):
             delattr(layer, name)
         runs = [list(run) for _, run in groupby(self.parts, key=lambda part: part.spec)]
         products = [product for run in runs for product in _joined(run)]
-        self.products = tuple(_placed(layer, index, *product) for index, product in enumerate(products))
+        self.products = tuple(_placed(layer, index, self.layout, *product) for index, product in enumerate(products))
         # vLLM's LoRA layers look for this name to learn the device; a plain attribute, no Parameter.
         layer.weight_packed = getattr(layer, next(iter(self.products[0].fields.values()))).data
         self.parts = []
@@ -213,9 +221,11 @@ def _joined(run: list[Part]) -> list[tuple[Any, tuple[int, int], dict[str, Tenso
     return [(spec, (sum(shape[0] for _, shape, _ in alone), in_features), whole)]
 
 
-def _placed(layer: Any, index: int, spec: Any, shape: tuple[int, int], tensors: dict[str, Tensor]) -> Product:
-    """Register the tensors of one product, on a GPU in its kernels' order for batches."""
-    prepare = None if spec is None else LINEARS[format_name(spec)].preparation("batch")
+def _placed(
+    layer: Any, index: int, layout: Layout, spec: Any, shape: tuple[int, int], tensors: dict[str, Tensor]
+) -> Product:
+    """Register the tensors of one product, on a GPU in the order of its kernels."""
+    prepare = None if spec is None else LINEARS[format_name(spec)].preparation(layout)
     prepared = prepare is not None and next(iter(tensors.values())).is_cuda
     if prepared:
         assert prepare is not None
