@@ -60,7 +60,8 @@ struct WeightRing {
         for (uint32 v = lane; v < vectors; v += kWarpSize) {
             const uint32 part = v / groupVectors(), place = (firstTile + kTile) * p.segments + part;
             const uint32 group = min(__umulhi(place, p.groupMagic), uint32(p.groups) - 1);
-            copyAsync16(target + (v - lane) * kVectorBytes, scales + (group - part) * groupVectors() + v);
+            const uint32 from = (group - part) * groupVectors() + v;  // wraps to a small number: not added in two steps
+            copyAsync16(target + (v - lane) * kVectorBytes, scales + from);
         }
     }
     // Fill the next slot with the next tile, if there is one.

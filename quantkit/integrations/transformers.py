@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ class QuantkitQuantizer(HfQuantizer):
     verification: Verification | None = None
     skeleton: tuple[nn.Module, ...] = ()
     """The modules of the model that is being loaded."""
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+    """Of its parameters, as it was built."""
 
     @property
     def is_trainable(self) -> bool:
@@ -84,6 +87,7 @@ class QuantkitQuantizer(HfQuantizer):
         install_skeleton(model, config)
         install_prefix(model, config)
         self.skeleton = tuple(model.modules())
+        self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         check_unquantized(model, config, files)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
@@ -94,6 +98,7 @@ class QuantkitQuantizer(HfQuantizer):
         self.skeleton = ()
         if self.verification is not None:
             self.verification.finish()
+        restore_dtypes(model, self.dtypes)
         for module in model.modules():
             if isinstance(module, QuantizedLinear):
                 module.prepare_for_device()
@@ -145,6 +150,20 @@ def install_skeleton(model: nn.Module, config: CheckpointConfig) -> None:
     headless = base and output_head(model) is None  # AutoModel: no head, quantized or not
     layers = {name: layer for name, layer in config.layers.items() if not headless or name.startswith(f"{prefix}.")}
     install_layers(model, {names[name]: layer for name, layer in layers.items()})
+
+
+def restore_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Cast the floating-point parameters that have another dtype than they were built with, but for those kept in fp32.
+
+    Of a quantized checkpoint transformers 5.17 leaves a tensor as it is stored if the model has another name for it,
+    such as Mixtral's router.
+    """
+    fields = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    kept = {word for field in fields for word in getattr(model, field, None) or ()}
+    for name, parameter in model.named_parameters():
+        dtype = dtypes.get(name, parameter.dtype)
+        if parameter.dtype != dtype and dtype.is_floating_point and kept.isdisjoint(name.split(".")):
+            parameter.data = parameter.data.to(dtype)
 
 
 def install_prefix(model: nn.Module, config: CheckpointConfig) -> None:

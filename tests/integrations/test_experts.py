@@ -76,12 +76,26 @@ def test_files_and_config_use_the_hubs_names(family: str, tiny_model: Tiny, quan
     assert (f"{name}.weight" in load_file(tiny_model(family) / "model.safetensors")) == (family not in fused)
 
 
+def _half_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Of the parameters of a model loaded in fp16."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16)
+    return {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+
 @pytest.mark.parametrize("family", EXPERTS)
 def test_saving_again_gives_the_same_tensors(family: str, quantized: Tiny, tmp_path: Path) -> None:
     quantkit.load(str(quantized(family))).save_pretrained(tmp_path)
     first, second = (load_file(folder / "model.safetensors") for folder in (quantized(family), tmp_path))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_what_is_not_quantized_gets_the_dtype_of_the_original(family: str, tiny_model: Tiny, quantized: Tiny) -> None:
+    original, loaded = (_half_dtypes(folder(family)) for folder in (tiny_model, quantized))
+    kept = original.keys() & loaded.keys()
+    assert any("norm" in name for name in kept)
+    assert {name: loaded[name] for name in kept} == {name: original[name] for name in kept}
 
 
 def test_base_model_loads_from_the_same_folder(quantized: Tiny) -> None:

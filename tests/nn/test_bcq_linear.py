@@ -30,7 +30,7 @@ def checkpoint(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempP
 
 
 def test_model_computes_with_the_dequantized_weights(checkpoint: Path, tiny_model: Callable[[str], Path]) -> None:
-    quantized = quantkit.load(str(checkpoint))
+    quantized = quantkit.load(str(checkpoint), device="cpu")
     original, _ = load_model(str(tiny_model("llama")))
     for name, module in block_linears(original).items():
         linear_weight(module).data.copy_(quantized.get_submodule(name).dequantize())
@@ -39,7 +39,7 @@ def test_model_computes_with_the_dequantized_weights(checkpoint: Path, tiny_mode
 
 
 def test_saving_a_prepared_model_writes_the_same_tensors(checkpoint: Path, tmp_path: Path) -> None:
-    model = quantkit.load(str(checkpoint))
+    model = quantkit.load(str(checkpoint), device="cpu")
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             module.prepare()
@@ -50,7 +50,7 @@ def test_saving_a_prepared_model_writes_the_same_tensors(checkpoint: Path, tmp_p
 
 
 def test_factors_stay_fp16_whatever_the_model_computes_in(checkpoint: Path) -> None:
-    model = quantkit.load(str(checkpoint), dtype=torch.bfloat16)
+    model = quantkit.load(str(checkpoint), device="cpu", dtype=torch.bfloat16)
     linears = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
     kinds = {name: tensor.dtype for name, tensor in linears[0].tensors.items()}
     assert kinds == {
@@ -78,6 +78,6 @@ def test_inspect_and_evaluation_read_it(checkpoint: Path, text_file: Path) -> No
 def test_loads_prepared_onto_a_gpu_and_computes_the_same(checkpoint: Path) -> None:
     model = quantkit.load(str(checkpoint), device="cuda", dtype=torch.float16)
     assert all(module.prepared for module in model.modules() if isinstance(module, QuantizedLinear))
-    reference = quantkit.load(str(checkpoint))(PROMPT).logits
+    reference = quantkit.load(str(checkpoint), device="cpu")(PROMPT).logits
     difference = (model(PROMPT.cuda()).logits.float().cpu() - reference).norm() / reference.norm()
     assert difference < 2e-2  # fp16 activations through every layer

@@ -114,7 +114,7 @@ def _checkpoint(family: str, tiny_model: TinyModel, calibrated: TinyModel, out: 
 def test_checkpoint_computes_in_int8_after_loading_and_after_saving_again(
     family: str, tiny_model: TinyModel, calibrated: TinyModel, tmp_path: Path
 ) -> None:
-    first = quantkit.load(str(_checkpoint(family, tiny_model, calibrated, tmp_path / "q")))
+    first = quantkit.load(str(_checkpoint(family, tiny_model, calibrated, tmp_path / "q")), device="cpu")
     first.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     original, _ = load_model(str(tiny_model(family)))
@@ -131,7 +131,7 @@ def test_checkpoint_computes_in_int8_after_loading_and_after_saving_again(
 def test_decoding_with_a_cache_gives_the_tokens_of_full_passes(
     family: str, tiny_model: TinyModel, calibrated: TinyModel, tmp_path: Path
 ) -> None:
-    model = quantkit.load(str(_checkpoint(family, tiny_model, calibrated, tmp_path / "q")))
+    model = quantkit.load(str(_checkpoint(family, tiny_model, calibrated, tmp_path / "q")), device="cpu")
     made = [
         model.generate(PROMPT, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0, use_cache=cached)
         for cached in (True, False)

@@ -121,7 +121,7 @@ class BipolarPreparedLinear(NamedTuple):
 
 
 def bipolar_linear_reference(op: BipolarLinear) -> Tensor:
-    """Quantize x, multiply the integers exactly, scale in fp32 and round once to x's dtype."""
+    """Quantize x, multiply the integers exactly, scale in fp32, add the bias in x's dtype, round once to x's dtype."""
     x, (in_features, weight_bits) = op.x, (op.x.shape[-1], op.bit_planes.shape[0])
     if op.act_clip is None or op.act_bits == FLOAT_ACT_BITS:
         weight = dequantize_bipolar(op.bit_planes, op.scales, in_features, op.group_size)
@@ -135,7 +135,7 @@ def bipolar_linear_reference(op: BipolarLinear) -> Tensor:
         part = slice(start, start + width)
         y += integer_product(x_values[:, part], w_values[:, part], bound).float() * (step * op.scales[:, group].float())
     if op.bias is not None:
-        y += op.bias.float()
+        y += op.bias.to(x.dtype).float()
     return y.to(x.dtype).reshape(*x.shape[:-1], -1)
 
 

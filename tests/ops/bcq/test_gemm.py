@@ -139,7 +139,7 @@ def test_every_layout_matches_fp64_and_repeats(
 @pytest.mark.sanitize
 @pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("tokens", [3, 70])
-@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (4, 128)])
+@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (2, 96), (4, 128)])
 def test_planned_layout_on_odd_shapes(bits: int, group_size: int, tokens: int, row: Architecture | None) -> None:
     gpu, weight = _gpu(row), random_weight(bits, 130, 777, group_size, offset=True)
     x, tiles = torch.randn(tokens, 777, device=CUDA).half(), weight.to(CUDA).tiled(codes=bits == 4)
