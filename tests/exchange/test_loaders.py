@@ -54,7 +54,7 @@ def test_transformers_loads_a_compressed_tensors_export(tiny_model: Model, tmp_p
         tmp_path / "out", dtype=torch.float32, quantization_config=CompressedTensorsConfig(dequantize=True)
     )
     for name, own in _weights(tmp_path / "rtn").items():
-        assert torch.equal(other.get_submodule(name).weight, own.half().float()), name  # computed in fp16
+        assert torch.equal(other.get_submodule(name).weight.half(), own.half()), name  # fp16 or fp32, by its version
 
 
 @pytest.mark.slow
@@ -93,9 +93,9 @@ def write_gguf(path: Path, kind: str) -> None:
     writer.add_vocab_size(vocabulary)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["<|endoftext|>", "!!", *(chr(33 + i) for i in range(vocabulary - 2))])
+    writer.add_token_list(["<|endoftext|>", "!!", '""', *(chr(33 + i) for i in range(vocabulary - 3))])
     writer.add_token_types([3, *[1] * (vocabulary - 1)])
-    writer.add_token_merges(["! !"])
+    writer.add_token_merges(["! !", '" "'])  # a single one is taken apart by transformers 5.17
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     rng = np.random.default_rng(0)
