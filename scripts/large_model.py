@@ -38,7 +38,11 @@ from scripts.common import chosen, command_line, environment_of, run_script, wri
 SEED = 0
 SPREAD = 0.02  # deviation of random weights, as models are initialized
 RECIPE, CALIBRATED_RECIPE = "bcq-w4-g128", "bcq-w4-g128-comp"
-COMMANDS = ("quantize", "calibrate", "quantize-weighted", "quantize-calibrated", "perplexity", "divergence")
+COMMANDS = (
+    *("quantize", "calibrate", "quantize-weighted", "quantize-calibrated"),
+    *("perplexity", "divergence", "compare", "search"),
+)
+SEARCHED = ["--max-bpw", "4", "--bits", "3,4", "--groups", "128", "--set", "measure=2"]  # few choices: memory counts
 WRITTEN = {
     "quantize": "plain/*.safetensors",
     "calibrate": "c.safetensors",
@@ -191,6 +195,11 @@ def command_arguments(command: str, model: Path, work: Path, options: argparse.N
         ],
         "perplexity": ["eval", "perplexity", str(plain), *text, *few, *device, *hidden],
         "divergence": ["eval", "divergence", str(model), str(plain), *text, *few, *device, *hidden],
+        "compare": ["compare", str(model), str(plain), "--text", "pydoc", *text[2:], *few, *device, *hidden],
+        "search": [
+            *("search", str(model), *of_text, "-o", str(work / "plan.yaml"), *SEARCHED, *settings),
+            *("--set", f"device={options.device}"),
+        ],
     }[command]
 
 
