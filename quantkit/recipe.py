@@ -10,6 +10,9 @@ head_bits: 6                                  # optional: the language-model hea
 prefix: auto                                  # optional: store the calibration's prefix (runtime/prefix.py)
 layers:                                       # exceptions; the first matching glob wins
   - {match: "*.mlp.down_proj", weight_bits: 5}
+
+A recipe may begin from a shipped one, ``base: bcq-w4-g128``, and state only what differs: ``settings`` by key,
+everything else whole.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
-from quantkit.assets import recipe_path
+from quantkit.assets import recipe_names, recipe_path
 from quantkit.errors import RecipeError
 from quantkit.storage.documents import parse_yaml, read_yaml
 
@@ -30,6 +34,7 @@ _KEYS = ("schema", "method", "settings", "keep", *_OPTIONS, "layers")
 _ATTENTION_BITS = (None, 8)
 _HEAD_BITS = (None, *range(1, 9))
 _PREFIXES = (None, "auto")
+_BASE = "base"  # of a file alone: what load_recipe gives on has it worked in
 _TUNE = "tune."  # begins a setting of that section
 
 
@@ -103,10 +108,37 @@ def load_recipe(name_or_file: str, settings: Iterable[str] = ()) -> Recipe:
     Raises RecipeError naming the file for anything missing, malformed or unknown.
     """
     path = recipe_path(name_or_file)
+    document = _read(path)
+    if _BASE in document:
+        document = _on_base(document, path)
+    return parse_recipe(with_settings(document, settings), name=path.stem, where=str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
     document = read_yaml(path, f"recipe {path}", RecipeError)
     if not isinstance(document, dict):
-        raise RecipeError(f"recipe {path}: expected a mapping with the keys {', '.join(_KEYS)}")
-    return parse_recipe(with_settings(document, settings), name=path.stem, where=str(path))
+        raise RecipeError(f"recipe {path}: expected a mapping with the keys {', '.join((*_KEYS, _BASE))}")
+    return document
+
+
+def _on_base(document: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The document over that of its base, which is shipped and has none itself."""
+    name = document[_BASE]
+    if name not in recipe_names():
+        raise RecipeError(
+            f"recipe {path}: base is {name!r}, not a shipped recipe; {nearest(str(name), recipe_names())}"
+        )
+    base = _read(recipe_path(name))
+    if _BASE in base:
+        raise RecipeError(f"recipe {path}: base {name} has a base itself; name {base[_BASE]} and state the difference")
+    if "method" in document:
+        raise RecipeError(f"recipe {path}: base {name} states the method; leave 'method' out")
+    own = {key: value for key, value in document.items() if key != _BASE}
+    merged = {**base, "schema": None, **own}  # each file states its own schema
+    under, over = base.get("settings") or {}, own.get("settings") or {}
+    if isinstance(under, dict) and isinstance(over, dict):  # parse_recipe refuses anything else
+        merged["settings"] = {**under, **over}
+    return merged
 
 
 def with_settings(document: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,12 +88,19 @@ def test_bad_overrides_are_refused_with_a_hint(overrides: list[str], message: st
         ("schema: 1\nmethod: bcq\nsettings: [a]\n", "'settings' is a mapping"),
         ("schema: 1\nmethod: bcq\nattention_bits: 8.0\n", "attention_bits is 8.0"),
         ("schema: 1\nmethod: bcq\nlayers: [{match: a, method: [b]}]\n", "the method of 'a' is"),
+        ("schema: 1\nbase: bcq-w4-g12\n", "did you mean 'bcq-w4-g128'"),
+        ("schema: 1\nbase: [bcq-w4-g128]\n", "not a shipped recipe"),
+        ("schema: 1\nbase: best-4bit\n", "has a base itself"),
+        ("schema: 1\nbase: bcq-w4-g128\nmethod: rtn\n", "leave 'method' out"),
+        ("base: bcq-w4-g128\n", "schema is None"),
+        ("schema: 1\nbase: bcq-w4-g128\nsettings: [a]\n", "'settings' is a mapping"),
         ("schema: 1\nmethod: bcq\nmethod: rtn\n", "line 3: the key 'method' stands twice"),
         ("schema: 1\nmethod: bcq\nkeep: &k [a]\nlayers: *k\n", "aliases"),
     ],
     ids=[
         *("key", "schema", "method", "yaml", "scalar", "rule", "keep", "keep-number", "schema-bool", "settings"),
-        *("attention-float", "method-list", "key-twice", "alias"),
+        *("attention-float", "method-list", "base-unknown", "base-list", "base-of-base", "base-method"),
+        *("base-schema", "base-settings", "key-twice", "alias"),
     ],
 )
 def test_malformed_files_are_refused_naming_the_file(text: str, message: str, tmp_path: Path) -> None:
@@ -101,6 +109,31 @@ def test_malformed_files_are_refused_naming_the_file(text: str, message: str, tm
     with pytest.raises(RecipeError, match=message) as caught:
         load_recipe(str(path))
     assert "mine" in str(caught.value)
+
+
+def test_a_recipe_on_a_base_states_only_what_differs(tmp_path: Path) -> None:
+    base = load_recipe("bcq-w3-g64-s8-comp")
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"schema: 1\nbase: {base.name}\nsettings: {{group_size: 256}}\nkeep: []\n", encoding="utf-8")
+    expected = replace(base, name="mine", settings={**base.settings, "group_size": 256}, keep=())
+    assert load_recipe(str(path)) == expected
+    path.write_text(f"schema: 1\nbase: {base.name}\nsettings:\n", encoding="utf-8")
+    assert load_recipe(str(path)) == replace(base, name="mine")
+    assert load_recipe(str(path), ["group_size=32"]).settings == {**base.settings, "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("alias", "recipe", "settings"),
+    [
+        ("best-4bit", "bcq-w4-g64-s8-comp", ["group_size=256"]),
+        ("best-3bit", "bcq-w3-g64-s8-comp", ["group_size=256"]),
+        ("best-2bit", "bcq-w2-g32-s8-comp", ["group_size=64"]),
+        ("fast-4bit", "bcq-w4-g64-s8", []),
+    ],
+)
+def test_an_alias_is_what_the_tables_of_quality_measured(alias: str, recipe: str, settings: list[str]) -> None:
+    """docs/quality.md shows some of their rows under the longer name."""
+    assert load_recipe(alias) == replace(load_recipe(recipe, settings), name=alias)
 
 
 def test_unknown_recipe_lists_the_shipped_ones() -> None:

@@ -13,7 +13,7 @@ from quantkit.checkpoint.read import read_checkpoint
 from quantkit.errors import CalibrationError
 from quantkit.formats.table import stored_bytes
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
-from quantkit.jobs.recipes import NOTHING, shipped_recipes
+from quantkit.jobs.recipes import HESSIAN, NOTHING, shipped_recipes
 from quantkit.methods import METHODS, plan_layers
 from quantkit.quantizers.base import LayerInput
 from quantkit.recipe import load_recipe
@@ -35,6 +35,12 @@ def test_every_shipped_recipe_is_listed_with_its_advice(tmp_path: Path) -> None:
         assert name in result.stdout
     assert found["nuqmm-q4-g128"]["bits_per_weight"] == [4.5, 4.5]  # 4 (1 + 16 / 128)
     assert found["bcq-w4-g128"]["bits_per_weight"] == [4.625, 4.625]  # and 16 / 128 for the offset
+
+
+def test_the_best_need_calibration_and_the_fast_one_does_not() -> None:
+    needs = {recipe.name: recipe.needs for recipe in shipped_recipes()}
+    assert {needs[f"best-{bits}bit"] for bits in (2, 3, 4)} == {HESSIAN}
+    assert needs["fast-4bit"] == NOTHING
 
 
 @pytest.mark.parametrize("name", UNNEEDY)

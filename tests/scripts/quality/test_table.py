@@ -50,3 +50,18 @@ def test_rows_say_where_and_how(
     assert row["evaluation"]["perplexity"] > 1
     assert f"| rtn-w4-g128+group_size=32 | {row['bits_per_weight']:.2f} |" in capsys.readouterr().out
     assert (tmp_path / "work" / "rtn-w4-g128+group_size=32" / "config.json").exists()
+
+
+def test_without_a_calibration_text_nothing_is_calibrated(
+    tiny_model: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table, "run_quantkit", in_process)
+    document = tmp_path / "t.json"
+    arguments = [str(tiny_model("opt")), "--name", "tiny", "--text", str(text_file), "--seq-len", "16"]
+    arguments += ["--recipes", "rtn-w4-g128", "--max-windows", "2", "--json", str(document)]
+    monkeypatch.setattr(sys, "argv", ["table.py", *arguments])
+    table.main()
+    found = json.loads(document.read_text())
+    assert "calibrate_command" not in found
+    shown = "quantkit quantize tiny --recipe rtn-w4-g128 --out rtn-w4-g128"
+    assert " ".join(found["rows"][1]["quantize_command"]) == shown
