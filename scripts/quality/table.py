@@ -3,8 +3,9 @@
 python scripts/quality/table.py MODEL --text wiki.test.jsonl --calibration-text c4.txt --recipes bcq-w4-g128,...
     --seq-len 2048 --max-windows 8 --json docs/results/quality-MODEL.json
 
-A recipe may carry settings: bcq-w4-g128+group_size=64. Rows already in the JSON file are kept, so an interrupted run
-goes on where it stopped, or on another machine: each row says where it was measured. Prints a Markdown table.
+A recipe may carry settings: bcq-w4-g128+group_size=64. Without --calibration-text the recipes, which then need none,
+are quantized without calibration. Rows already in the JSON file are kept, so an interrupted run goes on where it
+stopped, or on another machine: each row says where it was measured. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def command(*arguments: str, options: argparse.Namespace) -> list[str]:
     """The command as a reader would type it: file names without this machine's folders."""
     if options.device != "cpu" and arguments[0] != "calibrate":  # which takes the GPU by itself
         arguments = (*arguments, "--device", options.device)
-    known = {options.text: Path(options.text).name, options.calibration_text: Path(options.calibration_text).name}
+    known = {text: Path(text).name for text in (options.text, options.calibration_text) if text}
     known[options.model] = options.name
     return ["quantkit", *(known.get(argument, argument) for argument in arguments)]
 
@@ -39,11 +40,13 @@ def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict
         out = ["--out", evaluated, "--json", f"{evaluated}.quantize.json"]
         name, *settings = recipe.split("+")
         chosen = ["--recipe", name, *(part for setting in settings for part in ("--set", setting))]
-        arguments = ["quantize", options.model, *chosen, "--calibration", str(work / ARTIFACT)]
+        places = (str(work / ARTIFACT), ARTIFACT)  # here, and as a reader would type it
+        read, told = (["--calibration", place] if options.calibration_text else [] for place in places)
+        arguments = ["quantize", options.model, *chosen, *read]
         row["quantize_wall_seconds"] = run_quantkit(*arguments, *out, "--device", options.device)
         numbers = json.loads(Path(f"{evaluated}.quantize.json").read_text())
         row |= {key: numbers[key] for key in ("bits_per_weight", "bytes", "seconds")}
-        shown = ["quantize", options.model, *chosen, "--calibration", ARTIFACT, "--out", recipe]
+        shown = ["quantize", options.model, *chosen, *told, "--out", recipe]
         row["quantize_command"] = command(*shown, options=options)
     text = ["--text", options.text, "--seq-len", str(options.seq_len), "--max-windows", str(options.max_windows)]
     score = work / f"{row['recipe']}.eval.json"
@@ -80,7 +83,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--name", help="how the model is called in the results; by default as given")
     parser.add_argument("--text", required=True)
-    parser.add_argument("--calibration-text", required=True)
+    parser.add_argument("--calibration-text")
     parser.add_argument("--windows", type=int, default=32, help="of the calibration text, 512 tokens each")
     parser.add_argument("--work", type=Path, help="folder to keep the calibration and the checkpoints in")
     parser.add_argument("--recipes", required=True, help="comma-separated")
@@ -96,7 +99,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = options.work or Path(folder)
         work.mkdir(parents=True, exist_ok=True)
-        document["calibrate_command"] = calibrate(options, work)
+        if options.calibration_text:
+            document["calibrate_command"] = calibrate(options, work)
         for recipe in [None, *options.recipes.split(",")]:
             if (recipe or "original") not in done:
                 document["rows"].append(measure(options, recipe, work))
