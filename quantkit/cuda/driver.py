@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from torch import Tensor
-
 from quantkit.cuda.parameters import Argument, Parameter
 from quantkit.errors import KernelError
 
@@ -120,10 +118,10 @@ class LoadedKernel:
         try:
             values = [arguments[name] for name in self._names]
             for i in self._pointers:
-                tensor = values[i]
-                values[i] = tensor.data_ptr() if isinstance(tensor, Tensor) else 0
+                place: Any = values[i]
+                values[i] = 0 if place is None else place.data_ptr()
             call.pack_into(call.values, 0, *values)
-        except (KeyError, struct.error) as error:
+        except (AttributeError, KeyError, struct.error) as error:
             raise KernelError(f"kernel launch with a missing argument or one of the wrong kind: {error}") from error
         config, attributes = call.config, _attributes(overlap, cluster)
         config.grid_x, config.grid_y, config.grid_z = (*grid, 1, 1)[:3]

@@ -48,21 +48,28 @@ class Launch:
         The first launch of an instance on a device checks its arguments, compiles and loads it, so it must come before
         graph capture. Raises KernelError, see check and _load.
         """
-        with torch.cuda.device(self.device):
-            index = torch.cuda.current_device()
-            kernel, overlaps = _load(self.unit, index)
-            if len(self.args) != len(kernel.parameters) or not kernel.checked:
-                self.check()
-                kernel.checked = True
-            kernel.queue(
-                self.args,
-                grid=self.grid,
-                block=self.block,
-                shared_mem=self.unit.shared_mem if self.shared_mem is None else self.shared_mem,
-                stream=torch.cuda.current_stream().cuda_stream,
-                overlap=self.overlap and overlaps,
-                cluster=self.cluster,
-            )
+        index = torch.cuda.current_device()
+        if self.device.index in (None, index):
+            self._queue(index)
+        else:
+            with torch.cuda.device(self.device):
+                self._queue(self.device.index)
+
+    def _queue(self, index: int) -> None:
+        """The same on the current device, of this number."""
+        kernel, overlaps = _load(self.unit, index)
+        if len(self.args) != len(kernel.parameters) or not kernel.checked:
+            self.check()
+            kernel.checked = True
+        kernel.queue(
+            self.args,
+            grid=self.grid,
+            block=self.block,
+            shared_mem=self.unit.shared_mem if self.shared_mem is None else self.shared_mem,
+            stream=torch._C._cuda_getCurrentRawStream(index),  # a torch.cuda.Stream takes as long as the launch
+            overlap=self.overlap and overlaps,
+            cluster=self.cluster,
+        )
 
 
 @cache

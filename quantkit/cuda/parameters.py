@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +14,25 @@ from torch import Tensor
 from quantkit.cuda.source import KernelSource
 from quantkit.errors import KernelError
 
-Argument = Tensor | int | float | None
-"""Tensor or None: a pointer (null for None). int (bool too): a 32-bit integer. float: fp32."""
+
+class Within(NamedTuple):
+    """A place in memory that one call takes for several things: a pointer of any type. offset: in bytes."""
+
+    memory: Tensor
+    offset: int
+
+    @property
+    def device(self) -> torch.device:
+        """Of the memory."""
+        return self.memory.device
+
+    def data_ptr(self) -> int:
+        """Its address."""
+        return self.memory.data_ptr() + self.offset
+
+
+Argument = Tensor | Within | int | float | None
+"""Tensor, Within or None: a pointer (null for None). int (bool too): a 32-bit integer. float: fp32."""
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _WORD = re.compile(r"\s*(\w+)\s*")
@@ -134,7 +152,7 @@ def check_arguments(
             kind = f"{parameter.type}*" if parameter.pointer else parameter.type
             given = f"a {value.dtype} tensor" if isinstance(value, Tensor) else repr(value)
             raise KernelError(f"kernel {kernel}: {parameter.name} is {kind}, and got {given}")
-        if isinstance(value, Tensor) and value.device != device:
+        if isinstance(value, Tensor | Within) and value.device != device:
             raise KernelError(
                 f"kernel {kernel}: {parameter.name} is on {value.device}, and the kernel runs on {device}"
             )
@@ -143,7 +161,9 @@ def check_arguments(
 def _takes(parameter: Parameter, value: Argument) -> bool:
     if parameter.pointer:
         known = _ELEMENTS.get(parameter.type)
-        return value is None or (isinstance(value, Tensor) and (known is None or value.dtype in known))
+        if isinstance(value, Tensor):
+            return known is None or value.dtype in known
+        return value is None or isinstance(value, Within)
     if parameter.type == "float":
         return isinstance(value, int | float) and not isinstance(value, bool)
     low, high = (0, 2**32) if parameter.type == "uint32" else (-(2**31), 2**31)

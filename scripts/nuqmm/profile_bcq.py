@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from quantkit.ops.bcq.launch import Product, tensor_core_gemv
+from quantkit.ops.bcq.launch import tensor_core_gemv
+from quantkit.ops.bcq.product import Product
 from scripts.common import needed_gpu, run_script
 from scripts.nuqmm.tune_bcq import random_tiles
 

@@ -19,8 +19,9 @@ from quantkit.cli.common import check_json_path
 from quantkit.cuda.architectures import known_peaks
 from quantkit.errors import KernelError
 from quantkit.ops.bcq.instances import GemvTile
-from quantkit.ops.bcq.launch import Product, lut_gemv, tensor_core_gemv
+from quantkit.ops.bcq.launch import lut_gemv, tensor_core_gemv
 from quantkit.ops.bcq.layout import BcqTiles
+from quantkit.ops.bcq.product import Product
 from scripts.common import needed_gpu, run_script, write_document
 
 Gemv = Callable[..., Tensor]

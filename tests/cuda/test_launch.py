@@ -15,7 +15,7 @@ from quantkit.cuda import driver, launch
 from quantkit.cuda.compile import CompileUnit
 from quantkit.cuda.driver import LoadedKernel
 from quantkit.cuda.launch import Launch
-from quantkit.cuda.parameters import Argument, Parameter
+from quantkit.cuda.parameters import Argument, Parameter, Within
 from quantkit.cuda.source import KernelSource
 from quantkit.errors import KernelError
 
@@ -74,7 +74,7 @@ def given(machine: Driver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lau
     monkeypatch.setattr(launch, "_load", lambda unit, device: (loaded, True))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     unit = CompileUnit(KernelSource("f.cu", {}), "f", shared_mem=64)
 
     def make(overlap: bool = False, cluster: int = 1, shared_mem: int | None = None, **changes: Argument) -> Launch:
@@ -90,9 +90,11 @@ def test_arguments_are_put_in_the_kernels_order(machine: Driver, given: Callable
     x, y = torch.zeros(2), torch.zeros(4, dtype=torch.uint8)
     given(x=x).run()
     given(x=x, y=y, count=9).run()
+    given(x=Within(y, 1), y=Within(y, 3)).run()
     assert machine.values == [
         (x.data_ptr(), -7, 2**32 - 1, 3.0, None, 1.5),
         (x.data_ptr(), 9, 2**32 - 1, 3.0, y.data_ptr(), 1.5),
+        (y.data_ptr() + 1, -7, 2**32 - 1, 3.0, y.data_ptr() + 3, 1.5),
     ]
 
 

@@ -32,6 +32,7 @@ from quantkit.ops.bcq.experts_layouts import (
     plan_experts,
 )
 from quantkit.ops.bcq.gemm import GEMM_TYPES, TOKEN_BAND, arrange_launch, gemm_kernel, is_vectors
+from quantkit.ops.bcq.gemm_launch import gemm_problem
 from quantkit.ops.bcq.instances import (
     ARRANGE_SOURCE,
     CONSTANTS,
@@ -43,14 +44,9 @@ from quantkit.ops.bcq.instances import (
     GemvTile,
     gemv_tile,
 )
-from quantkit.ops.bcq.launch import (
-    activation_segment,
-    gemm_problem,
-    group_magic,
-    weight_args,
-)
 from quantkit.ops.bcq.layout import BcqTiles, tile_counts
 from quantkit.ops.bcq.plan import plan_gemv
+from quantkit.ops.bcq.product import activation_segment, group_magic, weight_args
 
 GEMV_SOURCE = KernelSource("bcq/experts_gemv.cu", CONSTANTS)
 ARRANGE = CompileUnit(ARRANGE_SOURCE, "bcqExpertsArrange")
@@ -136,7 +132,7 @@ def experts_product(kernel: ExpertsKernel, product: ExpertsProduct) -> Tensor:
 def gemv_launch(product: ExpertsProduct, gpu: Gpu) -> Launch:
     """A product of one token for every pair, on binary tensor cores."""
     weight, pairs = product.weight, product.pairs
-    segment = activation_segment(weight, "bcq_experts needs")
+    segment = activation_segment(weight.group_size, weight.in_features, "bcq_experts needs")
     case = GemvCase(weight.weight_bits, segment, weight.scale_bits, tokens=1)
     counts = tile_counts(weight.out_features, weight.in_features)
     own = replace(gpu, processors=max(1, gpu.processors // pairs))  # of a pair: all of them run at once
@@ -154,7 +150,7 @@ def gemv_launch(product: ExpertsProduct, gpu: Gpu) -> Launch:
             "chosen": product.chosen,
             "experts": product.experts,
             "choices": product.choices,
-            "groupMagic": group_magic(weight, segment),
+            "groupMagic": group_magic(weight.group_size, weight.in_features, segment),
             "passTiles": plan.pass_tiles,
             "rangeTiles": range_tiles,
             "longRanges": long_ranges,
@@ -210,7 +206,7 @@ def gemm_launches(product: ExpertsProduct, gpu: Gpu, layout: ExpertsLayout | Non
             **_common_args(product),
             **found,
             "x": arranged,
-            "groupMagic": group_magic(weight, TILE_K // it.segments),
+            "groupMagic": group_magic(weight.group_size, weight.in_features, TILE_K // it.segments),
             "scaleBits": it.scale_bits,
             "segments": it.segments,
             "stages": layout.stages,

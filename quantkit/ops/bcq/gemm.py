@@ -298,7 +298,7 @@ def arrange_launch(
     unit: CompileUnit,
     x: Tensor,
     *,
-    arranged: Tensor,
+    arranged: Argument,
     tokens: int,
     tile_tokens: int,
     bits: int,
@@ -308,7 +308,7 @@ def arrange_launch(
     return Launch(
         unit,
         x.device,
-        grid=(arranged.shape[1] // (2 * PANEL_K), -(-tokens // ARRANGE_TOKENS)),
+        grid=(-(-x.shape[1] // TILE_K) * (TILE_K // (2 * PANEL_K)), -(-tokens // ARRANGE_TOKENS)),
         block=ARRANGE_THREADS,
         args={
             "x": x,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,20 +12,10 @@ from torch.nn.functional import linear
 from quantkit.cuda.architectures import WARP_THREADS, Kernel
 from quantkit.cuda.device import Gpu, gpu_of
 from quantkit.cuda.launch import DTYPE_CODES, Launch
-from quantkit.cuda.parameters import Argument
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import group_width
-from quantkit.ops.bcq.candidates import binary_segment, candidates
-from quantkit.ops.bcq.gemm import (
-    ARRANGE,
-    TOKEN_BAND,
-    GemmLayout,
-    GemmProblem,
-    arrange_launch,
-    gemm_unit,
-    is_vectors,
-    plan_gemm,
-)
+from quantkit.ops.bcq.candidates import candidates
+from quantkit.ops.bcq.gemm_launch import gemm
 from quantkit.ops.bcq.instances import (
     DEQUANTIZE_THREADS,
     LUT_BLOCK_TILES,
@@ -34,7 +23,6 @@ from quantkit.ops.bcq.instances import (
     LUT_THREADS,
     LUT_WARPS,
     SUM_PARTIALS,
-    TILE_K,
     GemvTile,
     dequantize_unit,
     gemv_case,
@@ -43,84 +31,10 @@ from quantkit.ops.bcq.instances import (
 )
 from quantkit.ops.bcq.layout import BcqTiles, tile_counts
 from quantkit.ops.bcq.plan import plan_gemv
+from quantkit.ops.bcq.product import Product, activation_segment, group_magic, weight_args
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
 
 _WORD = 32
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    """y [M, N] = the epilogue of x [M, K] W^T + bias. x: contiguous fp16 or bf16. bias: in x's type.
-
-    weights_ready: nothing queued on the GPU still writes the weight, so it may be read before the previous kernel ends.
-    """
-
-    x: Tensor
-    weight: BcqTiles
-    bias: Tensor | None
-    y: Tensor
-    epilogue: Epilogue = NO_EPILOGUE
-    weights_ready: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        weight: BcqTiles,
-        bias: Tensor | None,
-        *,
-        epilogue: Epilogue = NO_EPILOGUE,
-        weights_ready: bool = False,
-    ) -> Product:
-        """With room for y."""
-        y = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
-        return cls(x, weight, bias, y, epilogue, weights_ready)
-
-    def args(self) -> dict[str, Argument]:
-        """What the kernels that read x and the weight take."""
-        dtype = DTYPE_CODES[self.x.dtype]
-        return {**weight_args(self.weight), "x": self.x, "dtype": dtype, "vectors": is_vectors(self.x)}
-
-    def epilogue_args(self) -> dict[str, Argument]:
-        """What the kernels that write y take."""
-        return {
-            "bias": self.bias,
-            "residual": self.epilogue.addend(self.y),
-            "y": self.y,
-            "M": self.y.shape[0],
-            "activation": self.epilogue.number,
-        }
-
-
-def weight_args(weight: BcqTiles) -> dict[str, Argument]:
-    """What kernels take of a weight."""
-    return {
-        "tiles": weight.tiles,
-        "scales": weight.scale_tiles,
-        "factors": weight.factor_tiles,
-        "N": weight.out_features,
-        "K": weight.in_features,
-        "groups": weight.groups,
-        "entries": weight.entries,
-    }
-
-
-def _magic(divisor: int) -> int:
-    """2^32 / divisor rounded up; 0 for the divisor 1."""
-    return 0 if divisor == 1 else -(-(1 << 32) // divisor)
-
-
-def activation_segment(weight: BcqTiles, names: str) -> int:
-    """Elements of x per activation scale. Raises KernelError, which begins with ``names``, where there is none."""
-    segment = binary_segment(weight.group_size, weight.in_features)
-    if segment is None:
-        raise KernelError(f"{names} a group size that is a multiple of 32, not {weight.group_size}")
-    return segment
-
-
-def group_magic(weight: BcqTiles, segment: int) -> int:
-    """What the number of a segment is multiplied by for that of its group."""
-    return _magic(max(1, -(-group_width(weight.group_size, weight.in_features) // segment)))
 
 
 def tensor_core_launch(product: Product, gpu: Gpu, *, int8: bool, tile: GemvTile | None = None) -> Launch:
@@ -130,7 +44,8 @@ def tensor_core_launch(product: Product, gpu: Gpu, *, int8: bool, tile: GemvTile
     Raises KernelError where the group size is no multiple of 32.
     """
     (tokens, in_features), weight = product.x.shape, product.weight
-    segment = activation_segment(weight, f"{Kernel.BCQ_BINARY_GEMV} and {Kernel.BCQ_INT8_GEMV} need")
+    names = f"{Kernel.BCQ_BINARY_GEMV} and {Kernel.BCQ_INT8_GEMV} need"
+    segment = activation_segment(weight.group_size, in_features, names)
     case = gemv_case(weight.weight_bits, segment, weight.scale_bits, tokens, int8=int8)
     counts = tile_counts(weight.out_features, in_features)
     plan = plan_gemv(case, entries=weight.entries, tile_counts=counts, gpu=gpu, tile=tile)
@@ -143,7 +58,7 @@ def tensor_core_launch(product: Product, gpu: Gpu, *, int8: bool, tile: GemvTile
         args={
             **product.args(),
             **product.epilogue_args(),
-            "groupMagic": group_magic(weight, case.segment),
+            "groupMagic": group_magic(weight.group_size, in_features, case.segment),
             "passTiles": plan.pass_tiles,
             "rangeTiles": range_tiles,
             "longRanges": long_ranges,
@@ -152,59 +67,6 @@ def tensor_core_launch(product: Product, gpu: Gpu, *, int8: bool, tile: GemvTile
         overlap=product.weights_ready,
         cluster=plan.cluster,
     )
-
-
-def gemm_problem(weight: BcqTiles, tokens: int, gpu: Gpu) -> GemmProblem:
-    """What the fused product's layout depends on. Raises KernelError where the group size is no multiple of 32."""
-    segments = TILE_K // activation_segment(weight, "bcq_gemm needs")
-    counts = tile_counts(weight.out_features, weight.in_features)
-    sizes = weight.weight_bits, weight.entries, weight.scale_bits, segments, *counts, tokens
-    return GemmProblem(*sizes, gpu, weight.codes)
-
-
-def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) -> tuple[Launch, Launch]:
-    """x in the order of the products, and the fused product; for many tokens.
-
-    layout: another one than the planned, for tuning. Raises KernelError where the group size is no multiple of 32.
-    """
-    x, weight, tokens = product.x, product.weight, product.x.shape[0]
-    it = gemm_problem(weight, tokens, gpu)
-    layout = layout or plan_gemm(it)
-    tile_tokens = layout.shape.tokens
-    arranged = torch.empty(layout.token_tiles * tile_tokens, it.k_tiles * TILE_K, dtype=x.dtype, device=x.device)
-    partials = torch.empty(layout.partial_floats, dtype=torch.float32, device=x.device)
-    ready = torch.empty(layout.shared_items, dtype=torch.int32, device=x.device)
-    own: dict[str, Argument] = {"ready": ready, "readyCount": layout.shared_items}
-    arrange = arrange_launch(
-        ARRANGE, x, arranged=arranged, tokens=tokens, tile_tokens=tile_tokens, bits=it.weight_bits, own=own
-    )
-    range_tiles, long_ranges = divmod(it.n_tiles, layout.ranges)
-    multiply = Launch(
-        gemm_unit(it, x.dtype, layout.shape),
-        x.device,
-        grid=(layout.blocks,),
-        block=layout.shape.threads,
-        args={
-            **weight_args(weight),
-            **product.epilogue_args(),
-            "x": arranged,
-            "partials": partials,
-            "ready": ready,
-            "groupMagic": group_magic(weight, TILE_K // it.segments),
-            "scaleBits": it.scale_bits,
-            "segments": it.segments,
-            "stages": layout.stages,
-            "rangeTiles": range_tiles,
-            "longRanges": long_ranges,
-            "ranges": layout.ranges,
-            "tokenTiles": layout.token_tiles,
-            "tokenBand": TOKEN_BAND,
-            "wholeItems": layout.whole_items,
-        },
-        shared_mem=layout.shared_mem,
-        overlap=product.weights_ready,
-    )
-    return arrange, multiply
 
 
 def lut_launches(product: Product, gpu: Gpu) -> tuple[Launch, Launch]:
@@ -260,13 +122,6 @@ def dequantize_launch(weight: BcqTiles, dequantized: Tensor) -> Launch:
 def tensor_core_gemv(product: Product, *, int8: bool, tile: GemvTile | None = None) -> Tensor:
     """y, see tensor_core_launch."""
     tensor_core_launch(product, gpu_of(product.x.device), int8=int8, tile=tile).run()
-    return product.y
-
-
-def gemm(product: Product, layout: GemmLayout | None = None) -> Tensor:
-    """y, see gemm_launches."""
-    for launch in gemm_launches(product, gpu_of(product.x.device), layout):
-        launch.run()
     return product.y
 
 

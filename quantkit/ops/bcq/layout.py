@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,18 @@ from quantkit.ops.bcq.instances import SEGMENTS, TILE_K, TILE_N
 _ROW_HALVES, _ROWS_PER_HALF = 2, 8
 _COLUMN_HALVES, _QUADS = 2, 4  # a tile row is 2 x 4 words of 32 elements
 _WORDS = _COLUMN_HALVES * _QUADS
+
+
+class BcqSizes(NamedTuple):
+    """Of a prepared weight, see BcqTiles."""
+
+    weight_bits: int
+    entries: int
+    scale_bits: int
+    out_features: int
+    in_features: int
+    group_size: int
+    codes: bool
 
 
 @dataclass(frozen=True)
@@ -65,6 +78,12 @@ class BcqTiles:
     def scale_bits(self) -> int:
         """16 or 8, of every entry."""
         return BITS_PER_BYTE * self.scale_tiles.element_size()
+
+    @property
+    def sizes(self) -> BcqSizes:
+        """All that plans depend on."""
+        stored = self.weight_bits, self.entries, self.scale_bits
+        return BcqSizes(*stored, self.out_features, self.in_features, self.group_size, self.codes)
 
 
 def tile_counts(out_features: int, in_features: int) -> tuple[int, int]:

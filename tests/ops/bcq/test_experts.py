@@ -21,7 +21,7 @@ from quantkit.ops.bcq.experts import (
     gemv_launch,
 )
 from quantkit.ops.bcq.experts_layouts import experts_layouts
-from quantkit.ops.bcq.launch import gemm_problem
+from quantkit.ops.bcq.gemm_launch import gemm_problem
 from quantkit.ops.bcq.layout import BcqTiles, join_experts, split_experts
 from quantkit.ops.bcq.op import bcq_experts
 from quantkit.runtime.cuda_graph import capture

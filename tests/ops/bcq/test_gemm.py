@@ -16,9 +16,10 @@ from quantkit.cuda.device import Gpu, gpu_of
 from quantkit.cuda.source import KernelSource
 from quantkit.formats.bcq import SCALE_BITS
 from quantkit.ops.bcq.gemm import GemmLayout, GemmProblem, gemm_fits, gemm_layouts, gemm_unit, gemm_units, plan_gemm
+from quantkit.ops.bcq.gemm_launch import gemm, gemm_launches, gemm_problem
 from quantkit.ops.bcq.instances import SEGMENTS, SOURCES, TILE_K
-from quantkit.ops.bcq.launch import Product, gemm, gemm_launches, gemm_problem
 from quantkit.ops.bcq.layout import BcqTiles
+from quantkit.ops.bcq.product import Product
 from quantkit.ops.epilogue import Epilogue, apply_epilogue
 from tests.ops.bcq.cases import GEMM_MMA, random_weight
 from tests.ops.bcq.test_op import RTOL, TYPE_IDS, TYPES, reference, relative_error

@@ -1,0 +1,133 @@
+"""The launches of the fused product of many tokens.
+
+In a prompt the host queues one product after the other, and often takes longer than the GPU. So all that does not
+depend on where tensors are is worked out once for a shape, and what a call needs of memory is one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from quantkit.cuda.compile import CompileUnit
+from quantkit.cuda.device import Gpu, gpu_of
+from quantkit.cuda.launch import Launch
+from quantkit.cuda.parameters import Argument, Within
+from quantkit.ops.bcq.gemm import (
+    ARRANGE,
+    TOKEN_BAND,
+    GemmLayout,
+    GemmProblem,
+    arrange_launch,
+    gemm_unit,
+    plan_gemm,
+)
+from quantkit.ops.bcq.instances import FLOAT_BYTES, TILE_K
+from quantkit.ops.bcq.layout import BcqSizes, BcqTiles, tile_counts
+from quantkit.ops.bcq.product import Product, activation_segment, group_magic, weight_args
+
+_PLANS = 4096  # that are kept: some shapes, with many numbers of tokens each
+_ALIGNMENT = 256  # bytes, that of an allocation
+_INT_BYTES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """A fused product without its tensors.
+
+    args: of its kernel, without pointers. partials, ready: where these begin in the work memory, in bytes, behind x in
+    order. work_bytes: of all.
+    """
+
+    unit: CompileUnit
+    layout: GemmLayout
+    args: Mapping[str, Argument]
+    partials: int
+    ready: int
+    work_bytes: int
+
+
+def gemm_problem(weight: BcqTiles, tokens: int, gpu: Gpu) -> GemmProblem:
+    """What the fused product's layout depends on. Raises KernelError where the group size is no multiple of 32."""
+    return _problem(weight.sizes, tokens, gpu)
+
+
+def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) -> tuple[Launch, Launch]:
+    """x in the order of the products, and the fused product; for many tokens.
+
+    layout: another one than the planned, for tuning. Raises KernelError where the group size is no multiple of 32.
+    """
+    x, weight, tokens = product.x, product.weight, product.x.shape[0]
+    plan = _plan(weight.sizes, tokens, x.dtype, gpu, layout)
+    work = torch.empty(plan.work_bytes, dtype=torch.uint8, device=x.device)
+    arranged, ready = Within(work, 0), Within(work, plan.ready)
+    arrange = arrange_launch(
+        ARRANGE,
+        x,
+        arranged=arranged,
+        tokens=tokens,
+        tile_tokens=plan.layout.shape.tokens,
+        bits=weight.weight_bits,
+        own={"ready": ready, "readyCount": plan.layout.shared_items},
+    )
+    own = {"x": arranged, "partials": Within(work, plan.partials), "ready": ready}
+    multiply = Launch(
+        plan.unit,
+        x.device,
+        grid=(plan.layout.blocks,),
+        block=plan.layout.shape.threads,
+        args={**weight_args(weight), **product.epilogue_args(), **plan.args, **own},
+        shared_mem=plan.layout.shared_mem,
+        overlap=product.weights_ready,
+    )
+    return arrange, multiply
+
+
+def gemm(product: Product, layout: GemmLayout | None = None) -> Tensor:
+    """y, see gemm_launches."""
+    for launch in gemm_launches(product, gpu_of(product.x.device), layout):
+        launch.run()
+    return product.y
+
+
+def _problem(sizes: BcqSizes, tokens: int, gpu: Gpu) -> GemmProblem:
+    segments = TILE_K // activation_segment(sizes.group_size, sizes.in_features, "bcq_gemm needs")
+    counts = tile_counts(sizes.out_features, sizes.in_features)
+    return GemmProblem(sizes.weight_bits, sizes.entries, sizes.scale_bits, segments, *counts, tokens, gpu, sizes.codes)
+
+
+@lru_cache(_PLANS)
+def _plan(sizes: BcqSizes, tokens: int, dtype: torch.dtype, gpu: Gpu, layout: GemmLayout | None) -> _Plan:
+    it = _problem(sizes, tokens, gpu)
+    layout = layout or plan_gemm(it)
+    range_tiles, long_ranges = divmod(it.n_tiles, layout.ranges)
+    args: dict[str, Argument] = {
+        "groupMagic": group_magic(sizes.group_size, sizes.in_features, TILE_K // it.segments),
+        "scaleBits": it.scale_bits,
+        "segments": it.segments,
+        "stages": layout.stages,
+        "rangeTiles": range_tiles,
+        "longRanges": long_ranges,
+        "ranges": layout.ranges,
+        "tokenTiles": layout.token_tiles,
+        "tokenBand": TOKEN_BAND,
+        "wholeItems": layout.whole_items,
+    }
+    partials = _aligned(layout.token_tiles * layout.shape.tokens * it.k_tiles * TILE_K * dtype.itemsize)
+    ready = partials + _aligned(layout.partial_floats * FLOAT_BYTES)
+    return _Plan(
+        gemm_unit(it, dtype, layout.shape),
+        layout,
+        args,
+        partials=partials,
+        ready=ready,
+        work_bytes=ready + layout.shared_items * _INT_BYTES,
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
