@@ -24,6 +24,7 @@ from quantkit.methods import METHODS, LayerPlan, weighs_by_loss
 from quantkit.models.families import linear_shape
 from quantkit.models.stream import ModelStream
 from quantkit.models.structure import untie_head
+from quantkit.tuning.block import block_tuning_bytes
 from quantkit.tuning.settings import TuneSettings
 from quantkit.tuning.whole_model import tuning_bytes
 
@@ -113,13 +114,18 @@ def estimate(
     tokens = 0 if artifact is None else artifact.windows.numel()
     state = tokens * width * hidden_bytes
     weights = sum(rows * columns for rows, columns in shapes.values())
-    tuned = 0 if tuning is None else _PROCESS_BYTES + tuning_bytes(stream.model, weights, tokens, tuning)
+    tuned = 0
+    if tuning is not None and tuning.epochs:
+        tuned = _PROCESS_BYTES + tuning_bytes(stream.model, weights, tokens, tuning)
     blockwise = _memory(stream, plans, shapes, state, 0 if artifact is None else artifact.meta.saliency)
+    if tuning is not None and tuning.blocks:
+        seq_len = 0 if artifact is None else artifact.windows.shape[1]
+        blockwise = max(blockwise, _block_tuning_memory(stream, shapes, seq_len) + state)
     return Estimate(
         layers=layers,
         files=files[0],
         most_files=files[-1],
-        disk=(2 if tuning is None else 3) * files[0] + 2 * state,
+        disk=(3 if tuned else 2) * files[0] + 2 * state,
         memory=max(blockwise, tuned),
         device=stream.device.type,
         tunes=tuned > blockwise,
@@ -134,6 +140,16 @@ def _file_bytes(stream: ModelStream, config: CheckpointConfig, dtype: Any) -> in
     install_layers(model, config.layers)
     install_prefix(model, config)
     return weight_bytes(model.to(dtype), weights_metadata(config_to_json(config)))
+
+
+def _block_tuning_memory(stream: ModelStream, shapes: Mapping[str, Shape], seq_len: int) -> int:
+    """While the largest block is tuned."""
+    blocks: dict[str | None, int] = {}
+    for name, (rows, columns) in shapes.items():
+        blocks[stream.owner(name)] = blocks.get(stream.owner(name), 0) + rows * columns
+    blocks.pop(None, None)
+    width = stream.model.config.get_text_config().hidden_size
+    return _PROCESS_BYTES + block_tuning_bytes(max(blocks.values()), seq_len, width)
 
 
 def _memory(

@@ -21,9 +21,10 @@ from quantkit.checkpoint.names import stored_names, with_stored_names
 from quantkit.checkpoint.write import folder_bytes, foreign, save_checkpoint, save_surroundings
 from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeError, StatsError, refusing
 from quantkit.integrations.transformers import attach_config, check_readable
+from quantkit.jobs.block_work import BlockWork
 from quantkit.jobs.estimate import Estimate, estimate
 from quantkit.jobs.prefix_pass import prefix_of
-from quantkit.jobs.quantize_blocks import BlockWork, quantize_blocks
+from quantkit.jobs.quantize_blocks import quantize_blocks
 from quantkit.jobs.tune import planned_tuning, tuned_piece
 from quantkit.methods import METHODS, LayerPlan, check_recipe, head_plan, plan_layers, weighs_by_loss
 from quantkit.models.families import block_linears, linear_shape
@@ -100,7 +101,7 @@ def quantize_model(
             with refusing(f"output {out} cannot be written", OutputError):
                 save_checkpoint(loaded, document, folder, work.tensors())
 
-        if job.tuning is not None:
+        if job.tuning is not None and job.tuning.epochs:
             document["tuning"] = tuned_piece(blocks, model, work, job.tuning, save)
         seconds = time.perf_counter() - started
         save(output.work)
@@ -179,10 +180,8 @@ def open_job(model: str, recipe: Recipe, calibration: Path | None, options: Quan
 
 def expect(job: Job, options: QuantizeOptions) -> Estimate:
     """What the job will write and take."""
-    runs_text = job.recipe.attention_bits is not None or any(
-        METHODS[plan.method].needs_hessian(plan.settings) for plan in job.plans.values()
-    )
-    stored = activations_dtype(options.activations).itemsize if runs_text else 0
+    blocks = _block_work(job, options)
+    stored = activations_dtype(options.activations).itemsize * blocks.models if blocks.streams else 0
     return estimate(job.stream, job.plans, job.artifact, job.dtype, stored, job.tuning, prefix=job.prefix)
 
 
@@ -229,6 +228,7 @@ def _block_work(job: Job, options: QuantizeOptions) -> BlockWork:
         attention=job.recipe.attention_bits is not None,
         ranks=options.ranks,
         prefix=job.prefix,
+        tuning=job.tuning,
     )
 
 
@@ -253,6 +253,7 @@ def _quantize(job: Job, blocks: BlockWork, work: Workspace) -> tuple[CheckpointC
         "transforms": done.transforms,
         "layers": {names[name]: measured for name, measured in done.layers.items()},
         "unquantized": [asdict(row) for row in job.unquantized],
+        **({"tuned_blocks": done.tuned_blocks} if done.tuned_blocks else {}),
     }
     return config, report
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.calibration.artifact import Calibration
-from quantkit.checkpoint.config import AttentionScales, CheckpointConfig, Prefix, StoredLayer
+from quantkit.checkpoint.config import CheckpointConfig, StoredLayer
 from quantkit.checkpoint.write import stored_tensors
 from quantkit.errors import ModelError
 from quantkit.formats.base import PackedWeight
 from quantkit.formats.shard import join
-from quantkit.formats.table import spec_from_json, spec_to_json
 from quantkit.integrations.transformers import install_layers, install_prefix
+from quantkit.jobs.block_work import BlockWork, Done
 from quantkit.jobs.prefix_pass import PrefixPass
 from quantkit.jobs.solve_layers import quantize_layers
+from quantkit.jobs.tune_blocks import QUANTIZED, run_original, tune_quantized
 from quantkit.methods import METHODS, LayerPlan, weighs_by_loss
 from quantkit.models.experts import expert_linears
 from quantkit.models.families import linear_bias, linear_shape, linear_weight
@@ -31,7 +32,7 @@ from quantkit.models.structure import untie_head
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.progress import track
 from quantkit.quantizers.base import LayerInput
-from quantkit.ranks import ALONE, Loads, Ranks
+from quantkit.ranks import Loads
 from quantkit.runtime import int8_attention
 from quantkit.runtime import prefix as runtime_prefix
 from quantkit.stats import LayerStats
@@ -39,62 +40,6 @@ from quantkit.storage.resume import Commits, Workspace
 
 ATTENTION_WINDOWS = 8  # enough for the largest magnitudes
 HEAD_ROWS = 4096  # of the head, quantized at once: its quantizer holds several copies in fp32
-
-
-@dataclass(frozen=True)
-class BlockWork:
-    """What is to be done. dtype: of what stays floating point. activations: what hidden states are stored in.
-
-    attention: whether the ranges of Q, K and V are taken. ranks: those that share the work. prefix: what every text
-    stands behind, or None.
-    """
-
-    stream: ModelStream
-    plans: Mapping[str, LayerPlan]
-    artifact: Calibration | None
-    dtype: torch.dtype
-    activations: torch.dtype
-    attention: bool
-    ranks: Ranks = ALONE
-    prefix: Prefix | None = None
-
-    @property
-    def streams(self) -> bool:
-        """Whether text runs through the blocks: for Hessians, or for the ranges of attention."""
-        return self.attention or any(METHODS[plan.method].needs_hessian(plan.settings) for plan in self.plans.values())
-
-
-@dataclass
-class Done:
-    """What was done so far. transforms: by method. layers: the report of each. stored, attention: for the config.
-
-    prefix_hidden: what the next block's prefix is computed from, where there is one.
-    """
-
-    transforms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    layers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    stored: dict[str, StoredLayer] = field(default_factory=dict)
-    attention: dict[str, AttentionScales] = field(default_factory=dict)
-    prefix_hidden: list[float] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """What a piece of the work remembers."""
-        stored = {name: [spec_to_json(one.spec), list(one.shape)] for name, one in self.stored.items()}
-        attention = {name: asdict(scales) for name, scales in self.attention.items()}
-        document = {"transforms": self.transforms, "layers": self.layers, "stored": stored, "attention": attention}
-        return document | ({} if self.prefix_hidden is None else {"prefix_hidden": self.prefix_hidden})
-
-    def add(self, document: Mapping[str, Any]) -> None:
-        """Take in what to_json gave for a further part of the model."""
-        for method, report in document["transforms"].items():
-            known = self.transforms.setdefault(method, {})
-            for key, value in report.items():
-                known[key] = known.get(key, []) + value if isinstance(value, list) else value
-        self.layers |= document["layers"]
-        self.prefix_hidden = document.get("prefix_hidden", self.prefix_hidden)
-        for name, (spec, (rows, columns)) in document["stored"].items():
-            self.stored[name] = StoredLayer(spec_from_json(spec), (rows, columns))
-        self.attention |= {name: AttentionScales(**scales) for name, scales in document["attention"].items()}
 
 
 def quantize_blocks(job: BlockWork, work: Workspace) -> Done:
@@ -125,13 +70,15 @@ def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
             done.add(earlier.to_json())
         for index in track(range(work.finished - 1, last + 1), "quantizing blocks"):
             part, following = Done(), None
-            if inputs is not None and index < last:
+            if inputs is not None and (index < last or job.tunes_blocks):
                 hidden = inputs.hidden
                 following = state_room(stream.device, work, index + 2, tuple(hidden.shape), hidden.dtype)
             with stream.block(index) as block:
-                _quantize_block(job, index, inputs, ahead, part)
+                _quantize_block(job, index, inputs, ahead, following, part)
+                following = following if index < last else None
                 if inputs is not None:
-                    _run_on(job, index, inputs, following, part)
+                    into = None if following is None else inputs.with_hidden(following).of(QUANTIZED).hidden
+                    _run_on(job, index, inputs.of(QUANTIZED), into, part)
                 block.to("cpu", job.dtype)
                 commits.commit(_stored_part(stream, stream.blocks[index][0]), part.to_json(), following)
             done.add(part.to_json())
@@ -166,7 +113,8 @@ def _quantize_outside(
         transform_part(job, part)
         if job.artifact is not None and job.streams and work.finished <= len(stream.blocks):
             with fast_products(stream.device):
-                inputs = stored_inputs(stream, job.artifact.windows, work, job.activations, first=1, ranks=job.ranks)
+                windows, stored = job.artifact.windows, job.activations
+                inputs = stored_inputs(stream, windows, work, stored, first=1, models=job.models, ranks=job.ranks)
         if job.prefix is not None and work.finished <= len(stream.blocks):
             hidden = work.document(work.finished - 1).get("prefix_hidden") if work.finished else None
             ahead = PrefixPass(stream, job.prefix, hidden)
@@ -236,19 +184,26 @@ def transform_part(job: BlockWork, part: Done) -> tuple[dict[str, Tensor], dict[
 
 
 def _quantize_block(
-    job: BlockWork, index: int, inputs: BlockInputs | None, ahead: PrefixPass | None, part: Done
+    job: BlockWork,
+    index: int,
+    inputs: BlockInputs | None,
+    ahead: PrefixPass | None,
+    following: Tensor | None,
+    part: Done,
 ) -> None:
-    """Quantize and replace the planned layers of one block."""
+    """Quantize and replace the planned layers of one block, and tune it where that is asked for."""
     model, (prefix, block) = job.stream.model, job.stream.blocks[index]
     folded, changed = transform_part(job, part)
     if ahead is not None:
         ahead.attach(index)
         part.prefix_hidden = ahead.hidden()
+    if job.tunes_blocks and inputs is not None and following is not None:
+        run_original(job, index, inputs, following)
     own = {name: plan for name, plan in job.plans.items() if job.stream.owner(name) == prefix}
     known = None if job.artifact is None else replace(job.artifact, layers={**job.artifact.layers, **changed})
     layers: dict[str, LayerInput | None] = {name: _layer_input(model, name, known, folded.get(name)) for name in own}
     if inputs is not None:
-        layers |= _with_hessians(job, block, index, inputs, own, layers)
+        layers |= _with_hessians(job, block, index, inputs.of(QUANTIZED), own, layers)
     experts = expert_linears(model)
     solved = _solved(job, own, layers)
     for name, plan in own.items():
@@ -259,6 +214,8 @@ def _quantize_block(
         if known is not None and name in experts:
             part.layers[name]["tokens"] = known.layers[name].tokens
         part.stored[name] = StoredLayer(quantized.spec, quantized.shape)
+    if own and job.tunes_blocks and inputs is not None and following is not None:
+        tune_quantized(job, index, inputs, following, part)
 
 
 def _solved(

@@ -16,7 +16,8 @@ from quantkit.errors import CalibrationError, RecipeError
 from quantkit.formats.base import Shape
 from quantkit.formats.bcq import BcqSpec
 from quantkit.integrations.transformers import load_checkpoint
-from quantkit.jobs.quantize_blocks import BlockWork, Done, transform_part
+from quantkit.jobs.block_work import BlockWork, Done
+from quantkit.jobs.quantize_blocks import transform_part
 from quantkit.methods import METHODS, LayerPlan
 from quantkit.models.loading import load_model
 from quantkit.models.stream import in_memory_stream

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,8 @@ class BlockCall:
 class BlockInputs:
     """What flows into a block.
 
-    hidden: [windows, seq_len, hidden_size] in any place; one window at a time is handed to the block.
+    hidden: [windows, seq_len, hidden_size] in any place; one window at a time is handed to the block. With ``models``
+        above 1, [windows, models, seq_len, hidden_size]: those of several models side by side; ``of`` chooses one.
     calls: how each block is called, in block order; the same for every window, as all have one length.
     dtype: what the blocks compute in; ``hidden`` may be stored in fewer bits.
     rest: what a block returns behind the hidden states; None where it returns them bare.
@@ -40,10 +40,15 @@ class BlockInputs:
     calls: tuple[BlockCall, ...]
     dtype: torch.dtype
     rest: tuple[Any, ...] | None = None
+    models: int = 1
 
     def with_hidden(self, hidden: Tensor) -> BlockInputs:
         """The same with other hidden states."""
         return replace(self, hidden=hidden)
+
+    def of(self, model: int) -> BlockInputs:
+        """The same with the hidden states of one model, where those of several stand side by side."""
+        return self if self.models == 1 else replace(self, hidden=self.hidden[:, model], models=1)
 
 
 # Share of a GPU's free memory that one copy of the hidden states may take there; larger ones are in a file.
@@ -114,24 +119,39 @@ def capture_inputs(
 
 
 def stored_inputs(
-    stream: ModelStream, windows: Tensor, work: Workspace, dtype: torch.dtype, *, first: int, ranks: Ranks = ALONE
+    stream: ModelStream,
+    windows: Tensor,
+    work: Workspace,
+    dtype: torch.dtype,
+    *,
+    first: int,
+    models: int = 1,
+    ranks: Ranks = ALONE,
 ) -> BlockInputs:
     """capture_inputs with the hidden states that the work's next block starts from: those of its files, or new ones.
 
     New ones are on the GPU where the model runs there and they are small beside its memory, else in the work's files.
-    first: which piece of the work the first block is. Raises OutputError where an earlier run's are not what it wrote.
+    first: which piece of the work the first block is. models: how many there are whose hidden states stand side by side
+    (BlockInputs), equal before the first block. Raises OutputError where an earlier run's are not what it wrote.
     """
     if not work.finished:
-        room = partial(state_room, stream.device, work, first)
-        return capture_inputs(stream, windows, room=room, dtype=dtype, ranks=ranks)
+
+        def room(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return state_room(stream.device, work, first, _side_by_side(shape, models), dtype)
+
+        return replace(capture_inputs(stream, windows, room=room, dtype=dtype, ranks=ranks), models=models)
     with stream.outside(), torch.no_grad():
         found = _recorded_calls(stream, windows)
-    shape = (*windows.shape, *found.width)
+    shape = _side_by_side((*windows.shape, *found.width), models)
     hidden = work.state(work.finished, shape, dtype)
     ranks.lead(lambda: work.check_state(hidden))
     room_for_it = state_room(stream.device, work, work.finished, shape, dtype)
     hidden = hidden if room_for_it.device.type == "cpu" else room_for_it.copy_(hidden)
-    return BlockInputs(hidden, found.calls, found.dtype, found.rest)
+    return BlockInputs(hidden, found.calls, found.dtype, found.rest, models)
+
+
+def _side_by_side(shape: tuple[int, ...], models: int) -> tuple[int, ...]:
+    return shape if models == 1 else (shape[0], models, *shape[1:])
 
 
 def state_room(

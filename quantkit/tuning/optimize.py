@@ -27,13 +27,16 @@ Loss = Callable[[Tensor], Tensor]
 class Objective:
     """What is lowered. windows: how many there are. at_once: windows whose graph is held at a time.
 
-    dtype: what norms and biases are stored in: the held-out loss is that of the stored values.
+    dtype: what norms and biases are stored in: the held-out loss is that of the stored values. of: what is tuned, for
+    messages. shown: whether stderr shows how far a pass is.
     """
 
     loss: Loss
     windows: int
     at_once: int
     dtype: torch.dtype
+    of: str = "quantized model"
+    shown: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,12 @@ def tune(
     generator = torch.Generator().manual_seed(settings.seed)
     best, least, kept = state.rounded(), state.held_out_loss(objective, held_out), 0
     if not math.isfinite(least):
-        raise StatsError("tuning: the held-out loss of the quantized model is not finite")
+        raise StatsError(f"tuning: the held-out loss of the {objective.of} is not finite")
     passes = [least]
     for epoch in range(1, settings.epochs + 1):
         order = used[torch.randperm(len(used), generator=generator)]
-        for batch in track(order.split(settings.batch), f"tuning, pass {epoch} of {settings.epochs}"):
+        batches = order.split(settings.batch)
+        for batch in track(batches, f"tuning, pass {epoch} of {settings.epochs}") if objective.shown else batches:
             optimizer.zero_grad(set_to_none=True)
             for part in batch.split(objective.at_once):
                 (objective.loss(part) * (len(part) / len(batch))).backward()

@@ -12,14 +12,18 @@ from quantkit.recipe import nearest
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """epochs: passes over the calibration windows.
-    codes: whether the code of every weight is chosen again at each step, or stays as the method chose it.
+    """blocks: passes over the calibration windows for each block, as soon as it is quantized. blend: what it is moved
+    towards: 1 is what the original block gives in the original model, 0 what it gives for the quantized model's hidden
+    states, a value between is their mixture. epochs: passes for the whole model afterwards; 0 only after ``blocks``.
+    codes: whether these choose the code of every weight again at each step, or leave it as the method chose it.
     rate: the first step of a value, as a share of the root mean square of its tensor; steps shrink to 0.
     code_rate: the same of the weights that codes are chosen for.
     batch: windows per step. held_out: share of the windows, the last ones, that decide which pass is kept.
     seed: of the order of the windows.
     """
 
+    blocks: int = 0
+    blend: float = 1.0
     epochs: int = 8
     codes: bool = False
     rate: float = 0.003
@@ -29,8 +33,16 @@ class TuneSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise RecipeError(f"epochs is {self.epochs}; choose 1 or more")
+        if self.blocks < 0:
+            raise RecipeError(f"blocks is {self.blocks}; choose 0 passes or more")
+        if not 0 <= self.blend <= 1:
+            raise RecipeError(f"blend is {self.blend}; choose a share from 0 to 1")
+        if self.blend != 1 and not self.blocks:
+            raise RecipeError(f"blend is {self.blend}, but blocks is 0: it is of the targets of blocks")
+        if self.epochs < (0 if self.blocks else 1):
+            raise RecipeError(f"epochs is {self.epochs}; choose 1 or more, or 0 with blocks")
+        if self.codes and not self.epochs:
+            raise RecipeError("codes is true, but epochs is 0: blocks are tuned with the codes that they have")
         if self.batch < 1:
             raise RecipeError(f"batch is {self.batch}; choose 1 window a step or more")
         if not 0 < self.held_out < 1:

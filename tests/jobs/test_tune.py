@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from quantkit.calibration.artifact import load_calibration
 from quantkit.checkpoint.read import read_report
 from quantkit.errors import RecipeError
 from quantkit.formats.bcq import BcqSpec
 from quantkit.jobs.search import search_settings
+from quantkit.models.families import decoder_blocks
 from quantkit.models.loading import load_model
+from quantkit.models.streaming import BlockInputs, run_block
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.tuning.block import tune_block
 from tests.cli.calls import refusal, run
 from tests.jobs.test_resume import blocks_read, cut_short, folder_content, interrupt
 
@@ -69,6 +74,71 @@ def test_tuning_is_gone_on_with_to_the_same_bytes(
     assert folder_content(tmp_path / "parts") == folder_content(tmp_path / "whole")
 
 
+BLOCKS = ("--set", "tune={blocks: 3, epochs: 0, batch: 2, rate: 0.01}")
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "mixtral", "gpt_oss"])
+def test_blocks_are_tuned_one_by_one(
+    family: str, tiny_model: Folders, calibrated: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = command(family, tiny_model, calibrated, "--set", "compensate=true", *BLOCKS)
+    assert run(*arguments, "-o", tmp_path / "tuned").exit_code == 0
+    report = read_report(tmp_path / "tuned")
+    assert "tuning" not in report
+    assert len(report["tuned_blocks"]) == 2
+    assert all(block["after"] <= block["before"] for block in report["tuned_blocks"].values())
+    assert any(block["kept"] > 0 for block in report["tuned_blocks"].values())
+    with monkeypatch.context() as patch:
+        cut_short(patch, 2, interrupt)
+        run(*arguments, "-o", tmp_path / "parts")
+    quantized = blocks_read(monkeypatch)
+    again = run(*arguments, "-o", tmp_path / "parts")
+    assert again.exit_code == 0, again.stderr
+    assert quantized == [1]
+    assert folder_content(tmp_path / "parts") == folder_content(tmp_path / "tuned")
+
+
+@pytest.mark.parametrize("blend", [1.0, 0.25])
+def test_the_target_of_a_block_is_what_the_original_model_gives_or_blended_with_what_the_original_block_would(
+    blend: float, tiny_model: Folders, calibrated: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The share ``blend`` is of the original's hidden states: so a block makes up for those before it."""
+    seen: list[tuple[BlockInputs, torch.Tensor]] = []
+
+    def watched(block: Any, index: int, inputs: Any, targets: torch.Tensor, settings: Any, *, dtype: Any) -> Any:
+        seen.append((inputs.with_hidden(inputs.hidden.clone()), targets.clone()))
+        return tune_block(block, index, inputs, targets, settings, dtype=dtype)
+
+    monkeypatch.setattr("quantkit.jobs.tune_blocks.tune_block", watched)
+    arguments = command("opt", tiny_model, calibrated, *BLOCKS, "--set", f"tune.blend={blend}")
+    assert run(*arguments, "-o", tmp_path / "tuned").exit_code == 0
+    original, _ = load_model(str(tiny_model("opt")), dtype=torch.float32)
+    windows = load_calibration(calibrated("opt")).windows
+    found: list[torch.Tensor] = []
+    blocks = [block for _, block in decoder_blocks(original)]
+    for block in blocks:
+        block.register_forward_hook(lambda _block, _arguments, output: found.append(first_of(output)))
+    with torch.no_grad():
+        original(windows.long(), use_cache=False)
+    assert len(seen) == len(found) == 2
+    for index, ((inputs, targets), outputs) in enumerate(zip(seen, list(found), strict=True)):
+        own = torch.cat([output for _, output in run_block(blocks[index], inputs, index)])
+        torch.testing.assert_close(targets, torch.lerp(own, outputs, blend))
+        assert index == 0 or not torch.allclose(own, outputs)
+
+
+def first_of(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def test_blocks_and_then_the_whole_model_are_tuned(tiny_model: Folders, calibrated: Folders, tmp_path: Path) -> None:
+    both = ("--set", "tune={blocks: 2, epochs: 2, batch: 2, rate: 0.01}")
+    assert run(*command("llama", tiny_model, calibrated, *both), "-o", tmp_path / "out").exit_code == 0
+    report = read_report(tmp_path / "out")
+    assert len(report["tuned_blocks"]) == 2
+    assert report["tuning"]["after"] <= report["tuning"]["before"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "more", "message"),
     [
@@ -76,9 +146,25 @@ def test_tuning_is_gone_on_with_to_the_same_bytes(
         ("rtn-w4-g128", ("--set", "zero=integer"), "tune leaves no uniform grid"),
         ("rtn-w4-g128", ("--set", "attention_bits=8"), "tune does not go with attention_bits"),
         ("rtn-w4-g128", ("--set", "tune.epoch=3"), "tune has no setting 'epoch'"),
+        ("rtn-w4-g128", ("--set", "tune={blocks: -1}"), "blocks is -1"),
+        ("rtn-w4-g128", ("--set", "tune={blocks: 1, blend: 1.5}"), "blend is 1.5; choose a share from 0 to 1"),
+        ("rtn-w4-g128", ("--set", "tune={blend: 0.5}"), "blend is 0.5, but blocks is 0"),
+        ("rtn-w4-g128", ("--set", "tune={epochs: 0}"), "epochs is 0; choose 1 or more, or 0 with blocks"),
+        ("rtn-w4-g128", ("--set", "tune={blocks: 1, epochs: 0, codes: true}"), "codes is true, but epochs is 0"),
         ("rtn-w4-g128", ("--set", "tune=3"), "tune is 3; it is a mapping"),
     ],
-    ids=["format", "grid", "attention", "setting", "no-mapping"],
+    ids=[
+        "format",
+        "grid",
+        "attention",
+        "setting",
+        "no-blocks",
+        "no-share",
+        "blend-of-nothing",
+        "nothing",
+        "codes",
+        "no-mapping",
+    ],
 )
 def test_tuning_that_cannot_be_is_refused_before_the_work(
     recipe: str, more: tuple[str, ...], message: str, tiny_model: Folders, calibrated: Folders, tmp_path: Path

@@ -38,8 +38,12 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("family", "saliency", "settings"),
-    [("qwen3_moe", [], []), ("llama", ["--saliency", "3"], ["--set", "hessian=end_loss"])],
-    ids=["qwen3_moe", "llama_by_end_loss"],
+    [
+        ("qwen3_moe", [], []),
+        ("llama", ["--saliency", "3"], ["--set", "hessian=end_loss"]),
+        ("llama", [], ["--set", "tune={blocks: 2, blend: 0.5, epochs: 0, rate: 0.01}"]),
+    ],
+    ids=["qwen3_moe", "llama_by_end_loss", "llama_tuned_blocks"],
 )
 def test_two_ranks_write_the_bytes_of_one(
     family: str, saliency: list[str], settings: list[str], tiny_model: Callable[[str], Path], tmp_path: Path

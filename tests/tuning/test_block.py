@@ -1,0 +1,115 @@
+"""Tuning one block on tiny models: never worse on held-out windows, deterministic, codes left alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quantkit.errors import StatsError
+from quantkit.models.families import block_linears, linear_bias, linear_weight
+from quantkit.models.stream import in_memory_stream
+from quantkit.models.streaming import BlockInputs, advance, capture_inputs, run_block
+from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
+from quantkit.tuning.block import output_error, tune_block
+from quantkit.tuning.install import tunable
+from quantkit.tuning.optimize import split_windows
+from quantkit.tuning.settings import TuneSettings
+from tests.tiny import VOCABULARY, build_model
+from tests.tuning.test_whole_model import SLOPE_RTOL, slopes
+
+SETTINGS = TuneSettings(blocks=4, epochs=0, batch=2, rate=0.01)
+WINDOWS, SEQ_LEN, INDEX = 12, 16, 1
+# Errors are means of fp32 sums in two orders.
+ERROR_RTOL = 1e-4
+NOISE = 0.1  # share of the size of hidden states, of the errors that blocks before have made
+
+
+def setting(family: str, bits: int = 2) -> tuple[nn.Module, BlockInputs, Tensor]:
+    """(the second block quantized, its inputs with errors, what the original gives for those without)."""
+    model = build_model(family).eval()
+    stream = in_memory_stream(model)
+    prefix, block = stream.blocks[INDEX]
+    with torch.no_grad():
+        first = capture_inputs(stream, torch.randint(0, VOCABULARY, (WINDOWS, SEQ_LEN)))
+        inputs = advance(stream.blocks[0][1], first, 0)
+        targets = torch.cat([output for _, output in run_block(block, inputs, INDEX)])
+    inputs = inputs.with_hidden(inputs.hidden + NOISE * inputs.hidden.std() * torch.randn_like(inputs.hidden))
+    for name, module in block_linears(model).items():
+        if name.startswith(f"{prefix}."):
+            layer = LayerInput(name, linear_weight(module).detach().float().contiguous())
+            packed = quantize(layer, BcqSettings(weight_bits=bits, group_size=32))
+            model.set_submodule(name, QuantizedLinear.from_packed(packed, linear_bias(module), torch.float32))
+    return block, inputs, targets
+
+
+def error_of(block: nn.Module, inputs: BlockInputs, targets: Tensor, windows: Tensor) -> float:
+    """As output_error defines it, from the outputs of the block with its stored tensors."""
+    outputs = torch.cat([output for _, output in run_block(block, inputs, INDEX, windows.tolist())])
+    return ((outputs - targets[windows]).square().mean() / targets.square().mean()).item()
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "bloom", "qwen3_moe", "lfm2"])
+def test_tuning_a_block_lowers_its_held_out_error(family: str) -> None:
+    block, inputs, targets = setting(family)
+    held_out = split_windows(WINDOWS, SETTINGS.held_out)[1]
+    before = error_of(block, inputs, targets, held_out)
+    report = tune_block(block, INDEX, inputs, targets, SETTINGS, dtype=torch.float32)
+    after = error_of(block, inputs, targets, held_out)
+    assert report.before == pytest.approx(before, rel=ERROR_RTOL)
+    assert report.after == pytest.approx(after, rel=ERROR_RTOL)
+    assert report.kept > 0
+    assert len(report.passes) == SETTINGS.blocks
+    assert after < before
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "bloom"])
+def test_the_gradient_of_the_error_is_that_of_finite_differences(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Along the gradient of scales, offsets, biases and norms together, without the rounding of scales."""
+    block, inputs, targets = setting(family)
+    monkeypatch.setattr("quantkit.quantizers.bcq.scales.ScaleGrid.round_scales", lambda _grid, scales: scales)
+    monkeypatch.setattr("quantkit.quantizers.bcq.scales.ScaleGrid.round_offset", lambda _grid, offset: offset)
+    loss, numbers = output_error(block, INDEX, inputs, targets), torch.arange(WINDOWS)
+    with tunable(block, None) as tuned:
+        slope, difference = slopes(tuned, lambda: loss(numbers))
+    assert difference == pytest.approx(slope, rel=SLOPE_RTOL)
+
+
+def test_tuning_that_makes_a_block_worse_is_dropped() -> None:
+    block, inputs, targets = setting("opt", bits=6)
+    before = copy.deepcopy(block.state_dict())
+    wild = TuneSettings(blocks=2, epochs=0, batch=2, rate=3.0)
+    report = tune_block(block, INDEX, inputs, targets, wild, dtype=torch.float32)
+    assert (report.kept, report.after) == (0, report.before)
+    assert min(report.passes) >= report.before
+    for name, tensor in block.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_tuning_a_block_is_deterministic_and_leaves_codes_alone() -> None:
+    results: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        block, inputs, targets = setting("llama")
+        codes = {name: tensor.clone() for name, tensor in block.state_dict().items() if name.endswith("signs")}
+        torch.rand(7)  # the global generator is not what decides
+        tune_block(block, INDEX, inputs, targets, SETTINGS, dtype=torch.float16)
+        results.append(block.state_dict())
+        assert codes
+        assert all(torch.equal(block.state_dict()[name], tensor) for name, tensor in codes.items())
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name
+        if tensor.ndim == 1:
+            assert torch.equal(tensor, tensor.half().float()), name
+
+
+def test_a_block_that_gives_no_numbers_is_named() -> None:
+    block, inputs, targets = setting("llama")
+    broken = inputs.with_hidden(torch.full_like(inputs.hidden, torch.nan))
+    with pytest.raises(StatsError, match="held-out loss of the quantized block 1 is not finite"):
+        tune_block(block, INDEX, broken, targets, SETTINGS, dtype=torch.float32)
