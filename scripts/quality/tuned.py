@@ -3,8 +3,9 @@
 python scripts/quality/tuned.py MODEL --texts wiki.test.jsonl lambada.jsonl --calibration-text c4.txt
     --recipes bcq-w3-g128 bcq-w3-g64-s8+tune.epochs=4 --json docs/results/tuned-MODEL.json
 
-Beside each row with tuning stands the same recipe without. No checkpoint is written: the numbers are those of the
-stored values. Statistics of inputs are of the first windows, as a GPU is slow at collecting them.
+Before the rows with tuning, of blocks (tune.blocks) or of the whole model, stands the same recipe without; neighbours
+that differ in tune alone share it. No checkpoint is written: the numbers are those of the stored values. Statistics of
+inputs are of the first windows, as a GPU is slow at collecting them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from quantkit.data.windows import shuffled_windows, tokenize
 from quantkit.errors import RecipeError
 from quantkit.evaluation.divergence import divergence
 from quantkit.formats.table import stored_bytes
-from quantkit.jobs.quantize_blocks import BlockWork, quantize_blocks
+from quantkit.jobs.block_work import BlockWork
+from quantkit.jobs.quantize_blocks import quantize_blocks
 from quantkit.methods import plan_layers
 from quantkit.models.families import block_linears
 from quantkit.models.loading import load_model, stored_dtype
@@ -33,7 +35,7 @@ from quantkit.models.stream import in_memory_stream
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.runtime.expanded_weights import expand_weights
 from quantkit.storage.resume import passing_workspace
-from quantkit.tuning.settings import tune_settings
+from quantkit.tuning.settings import TuneSettings, tune_settings
 from quantkit.tuning.whole_model import tune_model
 from scripts.common import command_line, environment_of, markdown_table, run_script, write_document
 
@@ -58,9 +60,17 @@ def calibrated(options: argparse.Namespace, original: Any, tokenizer: Any) -> Ca
     return replace(found, windows=chosen.to(torch.int32))
 
 
-def quantized(recipe: Recipe, original: Any, artifact: Calibration) -> tuple[Any, float]:
+def quantized(
+    recipe: Recipe,
+    original: Any,
+    artifact: Calibration,
+    *,
+    tuning: TuneSettings | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Any, float]:
     """A copy of the model with its Linears quantized, on the CPU, and their bits per weight.
 
+    tuning: of each block, or None. dtype: what norms and biases would be stored in.
     Raises RecipeError for a recipe that edits the whole model first: here all of it is in memory, part after part.
     """
     model = copy.deepcopy(original)
@@ -69,11 +79,14 @@ def quantized(recipe: Recipe, original: Any, artifact: Calibration) -> tuple[Any
         raise RecipeError(
             f"recipe {recipe.name}: edits the whole model first; use quantkit quantize and eval divergence"
         )
-    work = BlockWork(in_memory_stream(model), plans, artifact, torch.float32, torch.float32, attention=False)
+    stream = in_memory_stream(model)
+    work = BlockWork(stream, plans, artifact, dtype, torch.float32, attention=False, tuning=tuning)
     with passing_workspace({}) as pieces:
         done = quantize_blocks(work, pieces)
     stored = sum(8 * stored_bytes(layer.spec, layer.shape) for layer in done.stored.values())
-    return model.to("cpu"), stored / sum(layer.shape[0] * layer.shape[1] for layer in done.stored.values())
+    return model.to("cpu", torch.float32), stored / sum(
+        layer.shape[0] * layer.shape[1] for layer in done.stored.values()
+    )
 
 
 def scores(original: Any, model: Any, tokenizer: Any, texts: list[Corpus], options: argparse.Namespace) -> list[Any]:
@@ -90,27 +103,65 @@ def scores(original: Any, model: Any, tokenizer: Any, texts: list[Corpus], optio
     return rows
 
 
-def measure(name: str, original: Any, artifact: Calibration, context: tuple[Any, ...]) -> list[dict[str, Any]]:
-    """The rows of one recipe: as quantized, and tuned where it asks for that."""
+@dataclass(frozen=True)
+class Untuned:
+    """A recipe without tuning. name: of the recipe with its settings. row: of the table."""
+
+    name: str
+    model: Any
+    row: dict[str, Any]
+
+
+def untuned(name: str, original: Any, artifact: Calibration, context: tuple[Any, ...]) -> Untuned:
+    """The model as quantized, and its row."""
     tokenizer, texts, options = context
-    recipe = load_recipe(*_parts(name))
     row: dict[str, Any] = {"recipe": name, "environment": environment_of(options.device), "command": command_line()}
     started = time.perf_counter()
-    model, bits = quantized(recipe, original, artifact)
-    row |= {"bits_per_weight": bits, "quantize_seconds": time.perf_counter() - started}
-    rows = [{**row, "tuning": None, "evaluations": scores(original, model, tokenizer, texts, options)}]
-    if recipe.tune is not None:
-        started = time.perf_counter()
-        settings = tune_settings(name, recipe.tune)
-        report = tune_model(original, model, artifact.windows, settings, dtype=stored_dtype(options.model))
-        tuning = {**report.to_json(), "settings": asdict(settings), "seconds": time.perf_counter() - started}
-        rows.append({**row, "tuning": tuning, "evaluations": scores(original, model, tokenizer, texts, options)})
-    return rows
+    model, bits = quantized(load_recipe(*_parts(name)), original, artifact)
+    row |= {"bits_per_weight": bits, "quantize_seconds": time.perf_counter() - started, "tuning": None}
+    return Untuned(name, model, row | {"evaluations": scores(original, model, tokenizer, texts, options)})
+
+
+def tuned_row(
+    name: str,
+    settings: TuneSettings,
+    before: Untuned,
+    *,
+    original: Any,
+    artifact: Calibration,
+    context: tuple[Any, ...],
+) -> dict[str, Any]:
+    """The row of a recipe that tunes what ``before`` holds as quantized."""
+    tokenizer, texts, options = context
+    recipe, dtype, started = load_recipe(*_parts(name)), stored_dtype(options.model), time.perf_counter()
+    tuning: dict[str, Any] = {"settings": asdict(settings)}
+    if settings.blocks:
+        model, _ = quantized(recipe, original, artifact, tuning=settings, dtype=dtype)
+        started += before.row["quantize_seconds"]  # which stand for themselves
+        tuning["block_seconds"] = time.perf_counter() - started
+    else:
+        model = copy.deepcopy(before.model)
+    if settings.epochs:
+        tuning |= tune_model(original, model, artifact.windows, settings, dtype=dtype).to_json()
+    tuning["seconds"] = time.perf_counter() - started
+    evaluations = scores(original, model, tokenizer, texts, options)
+    return {**before.row, "recipe": name, "tuning": tuning, "evaluations": evaluations}
 
 
 def _parts(name: str) -> tuple[str, list[str]]:
     recipe, *settings = name.split("+")
     return recipe, settings
+
+
+def _tuning(name: str) -> TuneSettings | None:
+    """What a recipe asks for. Raises RecipeError for settings that cannot be, before the work."""
+    tune = load_recipe(*_parts(name)).tune
+    return None if tune is None else tune_settings(name, tune)
+
+
+def _without_tuning(name: str) -> str:
+    recipe, settings = _parts(name)
+    return "+".join([recipe, *(setting for setting in settings if not setting.startswith("tune"))])
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -143,14 +194,22 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
+    tunings = {name: _tuning(name) for name in options.recipes}
     started = time.perf_counter()
     original, tokenizer = load_model(options.model, dtype=torch.float32, device=options.device)
     artifact = calibrated(options, original, tokenizer)
     context = (tokenizer, [load_text(None, text, split="test") for text in options.texts], options)
     rows: list[dict[str, Any]] = []
-    for name in options.recipes:
-        if time.perf_counter() - started < options.seconds:
-            rows += measure(name, original, artifact, context)
+    before: Untuned | None = None
+    for name, settings in tunings.items():
+        if time.perf_counter() - started > options.seconds:
+            break
+        if before is None or before.name != _without_tuning(name):
+            before = untuned(_without_tuning(name), original, artifact, context)
+            rows.append(before.row)
+            write_document(options.json, {"model": Path(options.model).name, "rows": rows})
+        if settings is not None:
+            rows.append(tuned_row(name, settings, before, original=original, artifact=artifact, context=context))
             write_document(options.json, {"model": Path(options.model).name, "rows": rows})
     print(markdown(rows))
 

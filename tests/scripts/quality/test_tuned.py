@@ -26,19 +26,22 @@ def test_each_recipe_has_a_row_without_and_one_with_tuning(
     arguments = [str(tiny_model("llama")), "--texts", str(text_file), "--calibration-text", str(text_file)]
     arguments += ["--windows", "8", "--statistics-windows", "2", "--calibration-seq-len", "16", "--seq-len", "16"]
     arguments += ["--max-windows", "2", "--json", str(document), "--recipes"]
-    arguments += ["bcq-w2-g64+group_size=32+tune={epochs: 2}", "rtn-w4-g128+group_size=32"]
+    arguments += ["bcq-w2-g64+group_size=32+tune={epochs: 2}"]
+    arguments += ["bcq-w2-g64+group_size=32+tune={blocks: 2, epochs: 0}", "rtn-w4-g128+group_size=32"]
     monkeypatch.setattr(sys, "argv", ["tuned.py", *arguments])
     tuned.main()
-    plain, after, other = json.loads(document.read_text())["rows"]
+    plain, after, blocks, other = json.loads(document.read_text())["rows"]
     assert (plain["tuning"], other["tuning"]) == (None, None)
     assert after["tuning"]["settings"]["epochs"] == 2
     assert after["tuning"]["after"] <= after["tuning"]["before"]
     assert plain["bits_per_weight"] == after["bits_per_weight"]
     assert plain["evaluations"][0]["reference_perplexity"] == after["evaluations"][0]["reference_perplexity"]
-    assert plain["evaluations"][0]["mean_kl"] != after["evaluations"][0]["mean_kl"]
+    assert len({row["evaluations"][0]["mean_kl"] for row in (plain, after, blocks)}) == 3
+    assert plain["recipe"] == "bcq-w2-g64+group_size=32"
+    assert blocks["tuning"]["settings"]["blocks"] == 2
     table = capsys.readouterr().out
     assert "| rtn-w4-g128+group_size=32 | no |" in table
-    assert table.count("| yes |") == 1
+    assert table.count("| yes |") == 2
 
 
 def test_a_recipe_that_edits_the_whole_model_is_refused() -> None:
