@@ -59,7 +59,7 @@ def quantize(
             if ranks.leads:
                 check_folder(out, checked_place(out, "output"), Path(model))
                 job = open_job(model, loaded_recipe, calibration, options)
-                seconds = expected_seconds(job.stream, job.plans, job.artifact)
+                seconds = expected_seconds(job.stream, job.plans, job.artifact, job.tuning)
                 _show_estimate(expect(job, options), seconds, job.unquantized, json_path)
             return
         result = quantize_model(model, loaded_recipe, out, calibration=calibration, options=options)

@@ -15,18 +15,26 @@ from quantkit.models.families import linear_shape
 from quantkit.models.stream import ModelStream
 from quantkit.quantizers.base import LayerInput
 from quantkit.stats import HISTOGRAM_BINS, LayerStats
+from quantkit.tuning.settings import TuneSettings
 
 _ROWS, _COLUMNS = 128, 512  # of the sampled Linear
 _PRODUCT = 1024  # rows, columns and depth of the sampled product
 _SAMPLES = 2  # of each, the last of which counts: the first chooses and compiles what it needs
 _PASSES = 2  # of the text through a block: for Hessians, and for what the next block reads
+_TUNED_PRODUCTS = 3  # of a Linear while it is tuned: forward, and the gradients of its input and of its weight
 _SOLVER_PRODUCTS = 6  # N x K x K products and factorizations of a solver that takes a Hessian, roughly
 ERROR_FACTOR = 3
 """The time may be off by so much: samples are small, solvers stop early on some weights, and machines do other work."""
 
 
-def expected_seconds(stream: ModelStream, plans: Mapping[str, LayerPlan], artifact: Calibration | None) -> float:
-    """Seconds of solving every layer and of running the calibration text; reading and writing files not counted.
+def expected_seconds(
+    stream: ModelStream,
+    plans: Mapping[str, LayerPlan],
+    artifact: Calibration | None,
+    tuning: TuneSettings | None = None,
+) -> float:
+    """Seconds of solving every layer, of running the calibration text and of tuning; reading and writing files not
+    counted.
 
     A sample of each method and its settings gives the time per weight, a product the time per operation.
     """
@@ -44,7 +52,16 @@ def expected_seconds(stream: ModelStream, plans: Mapping[str, LayerPlan], artifa
             seconds += per_operation * _SOLVER_PRODUCTS * shapes[name][0] * shapes[name][1] ** 2
     if calibrated and artifact is not None:
         seconds += per_operation * artifact.windows.numel() * _text_operations(shapes, calibrated)
+    if tuning is not None and artifact is not None:
+        seconds += per_operation * artifact.windows.numel() * _tuning_operations(stream, shapes, tuning)
     return seconds
+
+
+def _tuning_operations(stream: ModelStream, shapes: Mapping[str, Shape], tuning: TuneSettings) -> float:
+    """Operations a token: every layer's products in every pass; the head's in passes of the whole model."""
+    config, weights = stream.model.config.get_text_config(), sum(map(math.prod, shapes.values()))
+    head = config.vocab_size * config.hidden_size
+    return 2.0 * _TUNED_PRODUCTS * (tuning.blocks * weights + tuning.epochs * (weights + head))
 
 
 def _text_operations(shapes: Mapping[str, Shape], calibrated: set[str]) -> float:

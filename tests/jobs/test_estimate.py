@@ -13,7 +13,7 @@ from quantkit.checkpoint.summary import summarize
 from quantkit.checkpoint.write import folder_bytes
 from quantkit.jobs import estimate as module
 from quantkit.jobs.expected_time import expected_seconds
-from quantkit.jobs.quantize import QuantizeOptions, open_job
+from quantkit.jobs.quantize import QuantizeOptions, expect, open_job
 from quantkit.recipe import load_recipe
 from tests.cli.calls import refusal, run
 
@@ -78,3 +78,38 @@ def test_the_time_grows_with_the_layers(recipe: str, tiny_model: TinyModel, cali
     one = dict(list(job.plans.items())[:1])
     whole, part = (expected_seconds(job.stream, plans, job.artifact) for plans in (job.plans, one))
     assert 0 < part < whole
+
+
+def test_the_time_grows_with_the_passes_of_tuning(
+    tiny_model: TinyModel, calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.jobs.expected_time._seconds_per_operation", lambda _device: 1.0)
+    monkeypatch.setattr("quantkit.jobs.expected_time._seconds_per_weight", lambda _plan, _device: 1.0)
+
+    def seconds(*settings: str) -> float:
+        job = open_job(
+            str(tiny_model("opt")), load_recipe("bcq-w4-g128", settings), calibrated("opt"), QuantizeOptions()
+        )
+        return expected_seconds(job.stream, job.plans, job.artifact, job.tuning)
+
+    plain, one = seconds(), seconds("tune={blocks: 1, epochs: 0}")
+    assert plain < one < seconds("tune={epochs: 1}") < seconds("tune={blocks: 1, epochs: 1}")
+    assert seconds("tune={blocks: 3, epochs: 0}") - plain == pytest.approx(3 * (one - plain))
+
+
+def test_tuning_blocks_doubles_the_hidden_states_and_holds_no_model(
+    tiny_model: TinyModel, calibrated: Calibrated
+) -> None:
+    def expected(*settings: str) -> module.Estimate:
+        recipe, options = load_recipe("bcq-w4-g128-comp", settings), QuantizeOptions()
+        return expect(open_job(str(tiny_model("opt")), recipe, calibrated("opt"), options), options)
+
+    plain, blocks = expected(), expected("tune={blocks: 2, epochs: 0}")
+    both, whole = expected("tune={blocks: 2, epochs: 2}"), expected("tune={epochs: 2}")
+    states = plain.disk - 2 * plain.files
+    assert states > 0
+    assert blocks.disk == 2 * plain.files + 2 * states
+    assert whole.disk == 3 * plain.files + states
+    assert both.disk == 3 * plain.files + 2 * states
+    assert plain.memory < blocks.memory < both.memory
+    assert (blocks.tunes, both.tunes, whole.tunes) == (False, True, True)
