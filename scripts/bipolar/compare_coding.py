@@ -1,0 +1,98 @@
+"""What zero points and rotated inputs cost a bipolar product: microseconds of the whole op, beside the op without.
+
+python scripts/bipolar/compare_coding.py --bits w4a8,w4a4 --shapes 1x4096x4096,1024x4096x4096 --json coding.json
+
+Shapes are tokens x out_features x in_features. Each variant is captured in a CUDA graph of several calls and replayed
+in turns with the others; a time is the median of the replays, over the calls. The weight stays in L2 where it fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.bench.report import environment
+from quantkit.errors import BenchError
+from quantkit.formats.planes import pack_codes
+from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight
+from quantkit.ops.bipolar.op import BipolarPreparedLinear, bipolar_prepared_linear
+from quantkit.runtime.cuda_graph import capture
+from scripts.common import command_line, markdown_table, needed_gpu, run_script, write_document
+
+VARIANTS = {"plain": (False, False), "zero": (True, False), "rotated": (False, True), "both": (True, True)}
+"""Name: whether tokens have zero points, whether inputs are rotated."""
+REPLAYS = 25
+MANY_TOKENS, CALLS, CALLS_OF_MANY = 1024, 20, 4  # of a graph; from so many tokens on
+
+
+def _variants(bits: tuple[int, int], shape: tuple[int, int, int], device: torch.device) -> dict[str, Any]:
+    """By name, a graph of the op's calls."""
+    (weight_bits, act_bits), (tokens, out_features, in_features) = bits, shape
+    planes = pack_codes(torch.randint(0, 1 << weight_bits, (out_features, in_features), dtype=torch.uint8), weight_bits)
+    plain = BipolarPreparedLinear(
+        torch.randn(tokens, in_features).half().to(device),
+        tile_weight(planes.to(device)),
+        plane_row_sums(planes, in_features).to(device),
+        torch.full((out_features, 1), 0.01).half().to(device),
+        torch.ones(1, device=device),
+        None,
+        act_bits,
+        True,
+    )
+    ops = {name: plain._replace(act_zero=zero, rotate_inputs=rotate) for name, (zero, rotate) in VARIANTS.items()}
+    calls = _calls(tokens)
+    return {name: capture([lambda op=op: bipolar_prepared_linear(*op)] * calls, device) for name, op in ops.items()}
+
+
+def _calls(tokens: int) -> int:
+    return CALLS if tokens < MANY_TOKENS else CALLS_OF_MANY
+
+
+def measure(bits: tuple[int, int], shape: tuple[int, int, int], device: torch.device) -> dict[str, float]:
+    """Microseconds of a call by variant."""
+    graphs = _variants(bits, shape, device)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(REPLAYS):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) * 1e3 / _calls(shape[0]))
+    return {name: sorted(each)[len(each) // 2] for name, each in times.items()}
+
+
+def _numbers(text: str, pattern: str, what: str) -> tuple[int, ...]:
+    found = re.fullmatch(pattern, text)
+    if found is None:
+        raise BenchError(f"{what} {text!r} cannot be read")
+    return tuple(map(int, found.groups()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bits", default="w4a8,w4a4,w2a2,w8a8")
+    parser.add_argument("--shapes", default="1x4096x4096,16x4096x4096,1024x4096x4096,4096x4096x4096,1024x4096x11008")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    bits = {text: _numbers(text, r"w([1-8])a([1-8])", "--bits") for text in options.bits.split(",")}
+    shapes = {text: _numbers(text, r"(\d+)x(\d+)x(\d+)", "--shapes") for text in options.shapes.split(",")}
+    device = needed_gpu()
+    document: dict[str, Any] = {"command": command_line(), "environment": environment(device), "entries": []}
+    rows = []
+    for name, two in bits.items():
+        for text, three in shapes.items():
+            found = measure((two[0], two[1]), (three[0], three[1], three[2]), device)
+            document["entries"].append({"bits": name, "shape": list(three), "microseconds": found})
+            write_document(options.json, document)
+            rows.append((f"{name} {text}", *(f"{value:.1f}" for value in found.values())))
+    print(markdown_table(("product", *VARIANTS), rows, left=1))
+
+
+if __name__ == "__main__":
+    run_script(main)
