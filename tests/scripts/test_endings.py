@@ -15,7 +15,7 @@ from scripts.common import run_quantkit, run_script
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [path for path in sorted(ROOT.joinpath("scripts").rglob("*.py")) if "__main__" in path.read_text()]
 GPU_SCRIPTS = (
-    *("bipolar.models", "bipolar.tables", "compile_kernels", "flattenquant.speed"),
+    *("bipolar.compare_coding", "bipolar.models", "bipolar.tables", "compile_kernels", "flattenquant.speed"),
     *(
         "nuqmm.compare_linear",
         "nuqmm.measure_kernels",
