@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def _variants(bits: tuple[int, int], shape: tuple[int, int, int], device: torch.
     )
     ops = {name: plain._replace(act_zero=zero, rotate_inputs=rotate) for name, (zero, rotate) in VARIANTS.items()}
     calls = _calls(tokens)
-    return {name: capture([lambda op=op: bipolar_prepared_linear(*op)] * calls, device) for name, op in ops.items()}
+    return {name: capture([partial(bipolar_prepared_linear, *op)] * calls, device) for name, op in ops.items()}
 
 
 def _calls(tokens: int) -> int:
