@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "quantkit"
 MAX_LINES = 350
-HELP_SECONDS = 0.3
+HELP_FACTOR = 3.0  # measured: 1.9
+TYPER = "import typer; app = typer.Typer(); app.command()(lambda: None); app(['--help'])"  # with no commands of ours
 SLOW_IMPORTS = ("torch", "transformers", "datasets", "accelerate", "cupy", "numpy", "matplotlib")
 
 # Floors, lowest first; a module imports from its own floor or below.
@@ -168,7 +169,7 @@ def test_help_imports_nothing_slow() -> None:
 
 
 def test_help_answers_quickly() -> None:
-    """Processor time, the best of five runs, less the interpreter's own start: other work must not fail it."""
+    """Processor time beside typer's own, the best of runs taking turns: other work or a slow CPU must not fail it."""
 
     def seconds(*arguments: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -176,6 +177,6 @@ def test_help_answers_quickly() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    bare = min(seconds("-c", "pass") for _ in range(5))
-    whole = min(seconds("-m", "quantkit", "--help") for _ in range(5))
-    assert whole - bare < HELP_SECONDS
+    runs = [(seconds("-c", TYPER), seconds("-m", "quantkit", "--help")) for _ in range(5)]
+    typer, ours = (min(column) for column in zip(*runs, strict=True))
+    assert ours < HELP_FACTOR * typer
