@@ -138,9 +138,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def opened_folder(folder: Path) -> Iterator[Folder]:
+def opened_folder(folder: Path, check: Callable[[Mapping[str, Any]], None]) -> Iterator[Folder]:
     """A source folder of safetensors files, its files open while entered.
 
+    check: raises CheckpointError for a quantization_config of an unknown method, before the files are looked at.
     Raises CheckpointError for what cannot be read, and for a tensor that is stored twice.
     """
     config = read_config(folder)
@@ -150,6 +151,7 @@ def opened_folder(folder: Path) -> Iterator[Folder]:
         document = {"quant_method": "gptq", **written} if isinstance(written, dict) else written
     if not isinstance(document, dict):
         raise CheckpointError(f"source {folder}: config.json has no quantization_config; is it a quantized model?")
+    check(document)
     files = [read_header(Path(name), f"source file {name}", CheckpointError, COPY) for name in weight_files(folder)]
     tensors: dict[str, StoredTensor] = {}
     places: dict[str, Any] = {}

@@ -71,16 +71,8 @@ def opened_source(path: Path, *, weights_only: bool = False) -> Iterator[Source]
         return
     if not path.is_dir():
         raise CheckpointError(f"source {path}: no such folder")
-    with opened_folder(path) as folder:
-        method = folder.document.get("quant_method")
-        if method == QUANT_METHOD:
-            raise CheckpointError(f"source {path}: is a quantkit checkpoint already; 'quantkit export' writes others")
-        if not isinstance(method, str) or method not in SOURCES:
-            known = ", ".join(sorted(SOURCES))
-            raise CheckpointError(
-                f"source {path}: quant_method is {method!r}; quantkit converts {known} and GGUF files"
-            )
-        row = SOURCES[method]
+    with opened_folder(path, partial(_check_method, path)) as folder:
+        row = SOURCES[folder.document["quant_method"]]
         layers = row.layers(folder, weights_only)
         consumed = {name for layer in layers.values() for name in layer.fields.values()}
         others = tuple(name for name in folder.tensors if name not in consumed)
@@ -95,3 +87,13 @@ def opened_source(path: Path, *, weights_only: bool = False) -> Iterator[Source]
             write_surroundings=partial(copy_surroundings, path),
             bytes=sum(tensor.bytes for tensor in folder.tensors.values()),
         )
+
+
+def _check_method(path: Path, document: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless ``quant_method`` names a row of SOURCES."""
+    method = document.get("quant_method")
+    if method == QUANT_METHOD:
+        raise CheckpointError(f"source {path}: is a quantkit checkpoint already; 'quantkit export' writes others")
+    if not isinstance(method, str) or method not in SOURCES:
+        known = ", ".join(sorted(SOURCES))
+        raise CheckpointError(f"source {path}: quant_method is {method!r}; quantkit converts {known} and GGUF files")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,18 @@ def test_groups_that_do_not_divide_are_refused(folders: dict[str, Path], tmp_pat
 
     source = _with_tensors(folders["awq"], tmp_path / "source", edit)
     assert "3 groups of 32 do not divide its 64 columns" in refusal("convert", source, "-o", tmp_path / "out")
+
+
+def test_the_method_is_looked_at_before_the_files(folders: dict[str, Path], tmp_path: Path) -> None:
+    """An MLX folder names no method and holds types that nothing here reads; copying it again would not help."""
+    source = shutil.copytree(folders["gptq"], tmp_path / "mlx")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {"group_size": 64, "bits": 4, "mode": "affine"}
+    (source / "config.json").write_text(json.dumps(config))
+    save_file({"model.weight": torch.zeros(2, 2, dtype=torch.uint32)}, source / "model.safetensors")
+    message = refusal("convert", str(source), "-o", str(tmp_path / "out"))
+    assert "quant_method is None; quantkit converts awq" in message
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("what", ["nothing", "folder", "model", "gguf", "gguf text", "no weights"])
