@@ -83,6 +83,7 @@ def make_model(shape: str, blocks: int, folder: Path, device: str | None) -> int
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config.save_pretrained(folder)
     _byte_tokenizer().save_pretrained(folder)
+    os.sync()  # else the disk would still be writing the model while a command waits for it
     return total
 
 

@@ -19,6 +19,7 @@ from quantkit.formats.base import ADDED_LATER, Format, Shape, Tensors, TensorSpe
 from quantkit.formats.planes import BITS_PER_BYTE, MAX_BITS, packed_width, unpack_signs
 
 ROW_WISE = -1
+MOST_SCALE_CODE, MOST_OFFSET_CODE = 255, 127
 CODE_BITS = 8
 SCALE_BITS = (16, CODE_BITS)
 

@@ -41,8 +41,10 @@ def unpack_bits(packed: Tensor, columns: int) -> Tensor:
 def unpack_signs(packed: Tensor, columns: int) -> Tensor:
     """[..., ceil(columns / 8)] uint8 -> [..., columns] fp32: +1 where the bit is set, else -1.
 
-    One table look-up a byte: five times as fast on a CPU as shifting out each bit.
+    One table look-up a byte: five times as fast on a CPU as shifting out each bit, and ten times as slow on a GPU.
     """
+    if packed.is_cuda:
+        return unpack_bits(packed, columns).float().mul_(2).sub_(1)
     every_byte = torch.arange(2**BITS_PER_BYTE, dtype=torch.uint8, device=packed.device)
     table = unpack_bits(every_byte[:, None], BITS_PER_BYTE).float() * 2 - 1  # [256, 8]
     return table.index_select(0, packed.flatten().int()).view(*packed.shape[:-1], -1)[..., :columns]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from quantkit.quantizers.base import LayerInput
 from quantkit.ranks import Loads
 from quantkit.runtime import int8_attention
 from quantkit.runtime import prefix as runtime_prefix
+from quantkit.runtime.expanded_weights import expanded
 from quantkit.stats import LayerStats
 from quantkit.storage.resume import Commits, Workspace
 
@@ -240,7 +241,9 @@ def _run_on(job: BlockWork, index: int, inputs: BlockInputs, following: Tensor |
     int8_attention.take_scales(prefix, block)  # of the block before it was quantized
     own = job.ranks.own(len(inputs.hidden))
     watched = [number for number in own if job.attention and number < ATTENTION_WINDOWS]
-    with fast_products(job.stream.device):
+    # A GPU has held the block in floating point just before; a CPU's memory is to stay as small as the packed block's.
+    once = expanded(block) if job.stream.device.type == "cuda" else nullcontext()
+    with fast_products(job.stream.device), once:
         _run_windows(block, inputs, index, watched, following)
         if job.attention:
             for scales in job.ranks.collect(int8_attention.take_scales(prefix, block)):

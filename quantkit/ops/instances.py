@@ -13,6 +13,7 @@ from quantkit.ops.bcq.instances import bcq_units
 from quantkit.ops.bipolar.instances import bipolar_units
 from quantkit.ops.decode.instances import decode_units
 from quantkit.ops.flatten.instances import flatten_units
+from quantkit.ops.solve.instances import solve_units
 
 
 def _bcq_units(row: Architecture) -> Iterator[CompileUnit]:
@@ -27,6 +28,7 @@ INSTANCES: dict[str, Callable[[Architecture], Iterator[CompileUnit]]] = {
     "decode": decode_units,
     "flatten": flatten_units,
     "attention": attention_units,
+    "solve": solve_units,
 }
 
 

@@ -133,13 +133,30 @@ def inverse_factor(hessian: Tensor, damping: float) -> InverseFactor:
     for _ in range(_DAMPING_TRIES):
         damped = hessian.clone()
         damped.diagonal().copy_(filled + share * mean)
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed and torch.isfinite(upper).all():
-                return InverseFactor(upper, share)
+        upper = (_reversed_factor if damped.is_cuda else _factor_of_inverse)(damped)
+        if upper is not None and torch.isfinite(upper).all():
+            return InverseFactor(upper, share)
         share *= _DAMPING_STEP
     raise StatsError(f"its Hessian is not positive definite even with damping {share / _DAMPING_STEP:g}")
+
+
+def _factor_of_inverse(damped: Tensor) -> Tensor | None:
+    """U of inverse_factor, or None where the matrix is not positive definite."""
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    if failed:
+        return None
+    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+    return None if failed else upper
+
+
+def _reversed_factor(damped: Tensor) -> Tensor | None:
+    """The same U, rows contiguous, by half the operations: H with rows and columns reversed is L L^T, and U is L^-1
+    reversed."""
+    lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    if failed:
+        return None
+    identity = torch.eye(len(damped), dtype=damped.dtype, device=damped.device)
+    return torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1).contiguous()
 
 
 def _column_order(hessian: Tensor, act_order: bool) -> Tensor:

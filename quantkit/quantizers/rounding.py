@@ -17,7 +17,8 @@ from quantkit.quantizers.bcq.groups import SMALLEST_SCALE, weighted_error
 from quantkit.quantizers.gptq import GptqOptions
 
 # Shrink factors of a group's range that the clip search tries. 1 bit wants about 0.3 of a Gaussian's range.
-_CLIP_RATIOS = tuple(1.0 - 0.025 * i for i in range(31))
+CLIPS, CLIP_STEPS = 31, 40
+_CLIP_RATIOS = tuple(1.0 - i / CLIP_STEPS for i in range(CLIPS))
 _ZEROS = ("free", "integer")
 _HALF_DIGITS = 11  # significant bits of fp16
 

@@ -1,10 +1,13 @@
-"""Weight-only Linears of a model on the CPU, expanded once to what their reference expands them to at every call.
+"""Weight-only Linears, expanded once to what their reference, or a GPU for many tokens, expands them to at every call.
 
-The bits of every result stay the same, and a token takes the time of the floating-point model. It takes its memory too.
+On a CPU the bits of every result stay the same, and a token takes the time of the floating-point model. It takes its
+memory too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +42,19 @@ def expand_weights(model: nn.Module) -> Expansion:
     for name, module in found.items():
         model.set_submodule(name, _plain(module))
     return Expansion(len(found), needed, True)
+
+
+@contextmanager
+def expanded(module: nn.Module) -> Iterator[None]:
+    """While entered, every weight-only Linear of a module is a plain one: for text that runs through it in windows."""
+    found = {name: linear for name, linear in module.named_modules() if _is_weight_only(linear)}
+    for name, linear in found.items():
+        module.set_submodule(name, _plain(linear))
+    try:
+        yield
+    finally:
+        for name, linear in found.items():
+            module.set_submodule(name, linear)
 
 
 def _is_weight_only(module: Any) -> bool:

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from quantkit.storage.tensors import TensorFile, Verification, read_header, tens
 _IDENTITY = "identity.json"
 _DOCUMENT = "quantkit.piece"
 _AGAIN = "`restart` begins anew"
+_COPYING = 4  # threads that copy a GPU's state to its file
 
 
 class Workspace:
@@ -217,13 +219,22 @@ class Commits:
         """Copy this rank's windows to their file, beside what else the GPU does."""
         assert place is not None
         assert state is not None
-        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
-            if written is None:
-                torch.cuda.synchronize(self._device)
-            else:
-                written.synchronize()
-            for number in self._ranks.own(len(state)):
-                place[number] = state[number].cpu()
+        if written is None:
+            torch.cuda.synchronize(self._device)
+        else:
+            written.synchronize()
+        copied = partial(_copy_window, place, state)
+        with ThreadPoolExecutor(_COPYING) as pool:  # one thread fills a mapped file slower than a disk takes it
+            list(pool.map(copied, self._ranks.own(len(state))))
+
+
+def _copy_window(place: Tensor, state: Tensor, number: int) -> None:
+    """One window of a GPU's state to its file, on a stream of its own and through memory that the GPU writes to."""
+    with torch.cuda.device(state.device), torch.cuda.stream(torch.cuda.Stream(state.device)):
+        held = torch.empty(state.shape[1:], dtype=state.dtype, pin_memory=True)
+        held.copy_(state[number], non_blocking=True)
+        torch.cuda.current_stream(state.device).synchronize()
+        place[number].copy_(held)
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from quantkit.ops.decode.op import add_norm, attention, gated, norm
 from quantkit.ops.epilogue import Epilogue
 from quantkit.ops.instances import INSTANCES, all_units
 from quantkit.ops.registry import OPS
+from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
 from tests.ops.bcq.cases import random_weight
 from tests.ops.decode.cases import token_behind_others
 from tests.ops.launches import Recorder, record
@@ -63,6 +65,16 @@ def _run_decode() -> None:
             gated(torch.zeros(2, 64, dtype=dtype), torch.zeros(2, 64, dtype=dtype), activation)
 
 
+def _run_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = torch.randn(40, 136), torch.randn(300, 136)
+    with monkeypatch.context() as context:
+        context.setattr(torch.Tensor, "is_cuda", True)
+        for bits in (1, 8):
+            for group_size, offset in ((64, True), (88, False)):
+                settings = BcqSettings(bits, group_size, offset, compensate=True, sweeps=1)
+                quantize(LayerInput("layer", weight, hessian=x.t() @ x), settings)
+
+
 def _run_epilogues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     weight, x = random_weight(2, 40, 512, 64, offset=True).tiled(), torch.randn(1, 1, 512).half()
@@ -76,6 +88,7 @@ def test_every_kernel_is_launched_with_its_parameters_and_as_a_compiled_instance
     for name in NAMES:
         _run_op(name, recorder.row)
     _run_decode()
+    _run_solvers(monkeypatch)
     _run_epilogues(monkeypatch)
     compiled = set(all_units(recorder.row))
     assert {launch.unit for launch in recorder.launches} <= compiled

@@ -12,7 +12,7 @@ from torch import nn
 from quantkit.formats.bipolar import BipolarSpec
 from quantkit.models.loading import load_model
 from quantkit.nn.quantized_linear import QuantizedLinear
-from quantkit.runtime.expanded_weights import expand_weights
+from quantkit.runtime.expanded_weights import expand_weights, expanded
 from tests.pipeline import quantize_tiny
 
 IDS = torch.tensor([[5, 40, 100, 7, 22]])
@@ -33,6 +33,17 @@ def test_expanded_weights_give_the_same_bits(checkpoint: Path) -> None:
     assert expansion.done
     assert expansion.linears == sum(isinstance(m, nn.Linear) for m in model.modules()) - 1  # lm_head was one before
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+
+
+def test_a_module_is_expanded_while_entered(checkpoint: Path) -> None:
+    model, _ = load_model(str(checkpoint))
+    held = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    with torch.no_grad():
+        before = model(IDS).logits
+        with expanded(model):
+            assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+            assert torch.equal(model(IDS).logits, before)
+    assert [module for module in model.modules() if isinstance(module, QuantizedLinear)] == held
 
 
 def test_without_memory_the_weights_stay(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

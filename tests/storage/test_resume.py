@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import OutputError
-from quantkit.storage.resume import workspace
+from quantkit.ranks import ALONE
+from quantkit.storage.resume import Commits, workspace
 
 
 class Stopped(Exception):
@@ -41,3 +42,14 @@ def test_a_piece_without_digests_is_refused(tmp_path: Path) -> None:
         workspace(tmp_path / "q", {"work": 1}, restart=False),
     ):
         pytest.fail("the work went on")
+
+
+def test_the_state_of_a_piece_is_in_its_file_wherever_it_was_made(tmp_path: Path, device: torch.device) -> None:
+    with workspace(tmp_path / "q", {"work": 1}, restart=False) as work:
+        with Commits(work, ALONE, device) as commits:
+            state = work.state(1, (9, 5, 7), torch.bfloat16)
+            made = torch.randn(9, 5, 7, device=device).bfloat16()
+            place = made if device.type == "cuda" else state.copy_(made)
+            commits.commit({"a": torch.arange(4.0)}, {}, place)
+        assert torch.equal(work.state(1, (9, 5, 7), torch.bfloat16), made.cpu())
+        work.check_state(made.cpu())

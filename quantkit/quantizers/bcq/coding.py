@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -82,6 +82,18 @@ class GroupCodes:
         """[N, K] fp32."""
         signs = pack_codes(self.codes, self.bits)
         return dequantize_planes(signs, self.scales, self.offset, self.codes.shape[1], self.width)
+
+    def better_rows(self, loss: Tensor, other: GroupCodes, other_loss: Tensor) -> tuple[GroupCodes, Tensor]:
+        """Row by row that of the two whose loss [N] is lower, and the lower losses."""
+        better = other_loss < loss
+        rows = better[:, None]
+        merged = replace(
+            self,
+            codes=torch.where(rows, other.codes, self.codes),
+            scales=torch.where(rows[None], other.scales, self.scales),
+            offset=torch.where(rows, other.offset, self.offset),
+        )
+        return merged, torch.where(better, other_loss, loss)
 
     def pack(self, layer: LayerInput, shape: CodeShape, *, offset: bool) -> PackedWeight:
         """The ``bcq`` format's tensors, with the error they leave; the offset is 0 where none is stored."""

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from quantkit.errors import StatsError
 from quantkit.formats.bcq import group_width
+from quantkit.ops.solve.op import round_columns
 from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.bcq import kernels
 from quantkit.quantizers.bcq.coding import Coder, CodeShape, FitGroup, GroupCodes
-from quantkit.quantizers.bcq.columns import descend_columns, round_columns
 from quantkit.quantizers.bcq.levels import Coding
 from quantkit.quantizers.bcq.scales import ScaleGrid, roomy_grid
 from quantkit.quantizers.bcq.systems import solve_positive
@@ -140,12 +141,10 @@ def _code_in_order(
         return levels[:, 0]
 
     def round_block(first: int, values: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-        levels, errors, found = round_columns((values, factor, *_sorted_levels(coder[0])))
-        coding.codes[:, first : first + len(values)] = found.t()
-        return levels, errors
+        block = kernels.columns_of(coding, slice(first, first + len(values)))
+        return round_columns(values, factor, block)
 
-    options = GptqOptions(block_columns=_BLOCK_COLUMNS)
-    at_once = round_block if _replays(weight, coding) and grid.factors is None else None
+    options = GptqOptions(block_columns=kernels.block_columns(coding.width) if weight.is_cuda else _BLOCK_COLUMNS)
     gptq(
         weight,
         factor,
@@ -153,18 +152,9 @@ def _code_in_order(
         options=options,
         group_size=coding.width,
         begin_group=begin,
-        round_block=at_once,
+        round_block=round_block if weight.is_cuda else None,
     )
     return coding
-
-
-def _replays(weight: Tensor, coding: GroupCodes) -> bool:
-    """Whether a block of columns is one step, which it is on a GPU where it lies in one group."""
-    return weight.is_cuda and coding.width % _BLOCK_COLUMNS == 0
-
-
-def _sorted_levels(coder: Coder) -> tuple[Tensor, Tensor, Tensor]:
-    return Coding(coder.scales, coder.offset).by_size
 
 
 def _rounded_levels(coder: Coder, grid: ScaleGrid) -> Coding:
@@ -189,33 +179,22 @@ def refine(weight: Tensor, hessian: Tensor, start: GroupCodes, *, sweeps: int, o
     hessian: [K, K], damped. offset: whether the format stores one. Every step is the exact minimum over what it
     changes, up to the rounding of scales; a result of higher loss than the start is discarded row by row.
     """
+    if weight.is_cuda:
+        return kernels.refine(weight, hessian, start, sweeps=sweeps, offset=offset, proximal=_PROXIMAL)
     current, best = start, start
     least = _row_loss(weight, hessian, start)
     for _ in range(sweeps):
         current = _refit_scales(weight, hessian, current, offset=offset)
         current = _descend_codes(weight, hessian, current)
         loss = _row_loss(weight, hessian, current)
-        best, least = _better_rows(best, least, current, loss)
+        best, least = best.better_rows(least, current, loss)
     last = _refit_scales(weight, hessian, current, offset=offset)
-    return _better_rows(best, least, last, _row_loss(weight, hessian, last))[0]
+    return best.better_rows(least, last, _row_loss(weight, hessian, last))[0]
 
 
 def _row_loss(weight: Tensor, hessian: Tensor, coding: GroupCodes) -> Tensor:
     residual = weight - coding.dequantize()
     return ((residual @ hessian) * residual).sum(dim=1)
-
-
-def _better_rows(a: GroupCodes, loss_a: Tensor, b: GroupCodes, loss_b: Tensor) -> tuple[GroupCodes, Tensor]:
-    better = loss_b < loss_a
-    rows = better[:, None]
-    merged = GroupCodes(
-        torch.where(rows, b.codes, a.codes),
-        torch.where(rows[None], b.scales, a.scales),
-        torch.where(rows, b.offset, a.offset),
-        a.width,
-        a.grid,
-    )
-    return merged, torch.where(better, loss_b, loss_a)
 
 
 def _refit_scales(weight: Tensor, hessian: Tensor, start: GroupCodes, *, offset: bool) -> GroupCodes:
@@ -272,15 +251,6 @@ def _descend_codes(weight: Tensor, hessian: Tensor, start: GroupCodes) -> GroupC
     diagonal = hessian.diagonal()
     for first in range(0, columns, _BLOCK_COLUMNS):
         stop = min(first + _BLOCK_COLUMNS, columns)
-        if _replays(weight, start):
-            group = first // start.width
-            own = Coding(start.scales[:, :, group], start.offset[:, group]).by_size
-            block = slice(first, stop)
-            values[:, block], codes[:, block], moved = descend_columns(
-                (pressure[:, block], values[:, block], hessian[block, block], *own)
-            )
-            pressure -= moved.t() @ hessian[block]
-            continue
         moved = torch.zeros(stop - first, weight.shape[0], device=weight.device)
         for k in range(first, stop):
             if k % start.width == 0:

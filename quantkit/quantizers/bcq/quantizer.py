@@ -10,6 +10,7 @@ from torch import Tensor
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.bcq import BcqSpec, check_group_size, check_scale_bits, check_weight_bits
+from quantkit.ops.solve.op import FitOptions, fit_groups
 from quantkit.quantizers.base import ACTIVATIONS, LayerInput, check_hessian_kind
 from quantkit.quantizers.bcq.coding import CodeShape, code_groups
 from quantkit.quantizers.bcq.compensation import compensate, refine
@@ -17,8 +18,7 @@ from quantkit.quantizers.bcq.groups import weighted_error
 from quantkit.quantizers.bcq.levels import Coding, Nearest, sign_table
 from quantkit.quantizers.bcq.systems import solve_positive
 from quantkit.quantizers.gptq import GptqOptions
-from quantkit.quantizers.replay import Replayed
-from quantkit.quantizers.rounding import fit_uniform
+from quantkit.quantizers.rounding import CLIP_STEPS, CLIPS, fit_uniform
 
 # Pull towards the last round's scales, as a share of the mean diagonal: it makes the normal equations of two equal
 # planes solvable and moves the exact solution of regular ones by less than fp16 resolves.
@@ -94,14 +94,9 @@ def refit_scales(values: Tensor, importance: Tensor, nearest: Nearest, last: Cod
     bits = last.scales.shape[0]
     table = sign_table(last.scales)
     basis = torch.cat([table, torch.ones_like(table[:1])]) if offset else table  # [U, 2**q]
-    if values.is_cuda:  # sums by code would be added up there in any order
-        planes = basis.t()[nearest.codes()]  # [G, g, U]
-        weighted = planes * importance[..., None]
-        gram, right = weighted.mT @ planes, (weighted * values[..., None]).sum(dim=1)
-    else:
-        outer = (basis[:, None, :] * basis[None, :, :]).flatten(0, 1)  # [U * U, 2**q]
-        gram = (nearest.sum_by_code(importance) @ outer.t()).unflatten(-1, (len(basis), len(basis)))
-        right = nearest.sum_by_code(values * importance) @ basis.t()
+    outer = (basis[:, None, :] * basis[None, :, :]).flatten(0, 1)  # [U * U, 2**q]
+    gram = (nearest.sum_by_code(importance) @ outer.t()).unflatten(-1, (len(basis), len(basis)))
+    right = nearest.sum_by_code(values * importance) @ basis.t()
     before = torch.cat([last.scales, last.offset[None]] if offset else [last.scales]).t()
     pull = _PROXIMAL * importance.sum(dim=-1)
     gram.diagonal(dim1=1, dim2=2).add_(pull[:, None])
@@ -135,52 +130,15 @@ def alternate(values: Tensor, importance: Tensor, start: Coding, rounds: int, *,
     return best, least
 
 
-def alternate_all(
-    values: Tensor, importance: Tensor, start: Coding, rounds: int, *, offset: bool
-) -> tuple[Coding, Tensor]:
-    """``alternate`` by the same operations whatever the values are: groups that are done go along, unheeded."""
-    current = best = start.stored()
-    nearest = current.nearest(values)
-    least = weighted_error(nearest.levels(), values, importance)
-    active = torch.ones_like(least, dtype=torch.bool)
-    for _ in range(rounds):
-        current = refit_scales(values, importance, nearest, current, offset=offset).stored()
-        nearest = current.nearest(values)
-        error = weighted_error(nearest.levels(), values, importance)
-        better, active = active & (error < least), active & (error < least * (1 - _STOP_GAIN))
-        best = Coding(
-            torch.where(better, current.scales, best.scales), torch.where(better, current.offset, best.offset)
-        )
-        least = torch.where(better, error, least)
-    return best, least
-
-
-def _solve_at_once(values: Tensor, importance: Tensor, settings: BcqSettings) -> tuple[Tensor, Tensor]:
-    """(scales, offset) of solve_groups, both starts as groups of one alternation."""
-    bits, offset, count = settings.weight_bits, settings.offset, len(values)
-    grid = fit_uniform(values, importance, bits, symmetric=not offset, clip=True)
-    first, second = Coding(grid.scales, grid.offset), greedy(values, importance, bits, offset=offset)
-    start = Coding(torch.cat([first.scales, second.scales], dim=1), torch.cat([first.offset, second.offset]))
-    twice = torch.cat([values, values]), torch.cat([importance, importance])
-    best, error = alternate_all(*twice, start, settings.rounds, offset=offset)
-    better = error[count:] < error[:count]
-    return (
-        torch.where(better, best.scales[:, count:], best.scales[:, :count]),
-        torch.where(better, best.offset[count:], best.offset[:count]),
-    )
-
-
-_solve_replayed = Replayed(_solve_at_once)
-
-
 def solve_groups(values: Tensor, importance: Tensor, settings: BcqSettings) -> Coding:
     """The better of two alternations per group, one from the greedy start, one from clipped round-to-nearest.
 
     values, importance: [G, g] fp32. Never worse in weighted error than the clipped round-to-nearest it started from.
     """
-    if values.is_cuda:
-        return Coding(*_solve_replayed((values, importance), settings))
     bits, offset = settings.weight_bits, settings.offset
+    if values.is_cuda:
+        options = FitOptions(settings.rounds, CLIPS, CLIP_STEPS, _PROXIMAL, _STOP_GAIN)
+        return Coding(*fit_groups(values, importance, bits, offset=offset, options=options))
     grid = fit_uniform(values, importance, bits, symmetric=not offset, clip=True)
     starts = [Coding(grid.scales, grid.offset), greedy(values, importance, bits, offset=offset)]
     (best, least), (other, error) = (alternate(values, importance, s, settings.rounds, offset=offset) for s in starts)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.formats.bcq import BcqTensors
+from quantkit.formats.bcq import MOST_OFFSET_CODE, MOST_SCALE_CODE, BcqTensors
 from quantkit.quantizers.bcq.groups import SMALLEST_SCALE
 
-_SCALE_CODES, _OFFSET_CODES = (0, 255), (-127, 127)
+_SCALE_CODES, _OFFSET_CODES = (0, MOST_SCALE_CODE), (-MOST_OFFSET_CODE, MOST_OFFSET_CODE)
 _LARGEST_FACTOR = 65504.0  # of fp16
 # Factors that are tried, over the smallest that reaches all of a row's scales: the rounding errors of so few numbers
 # are a matter of luck.

@@ -1,0 +1,76 @@
+"""Which instances of the solvers' kernels exist, and what their blocks keep in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.cuda.architectures import WARP_THREADS, Architecture
+from quantkit.cuda.compile import CompileUnit
+from quantkit.cuda.source import KernelSource
+from quantkit.formats.bcq import MOST_OFFSET_CODE, MOST_SCALE_CODE
+from quantkit.formats.planes import MAX_BITS
+from quantkit.ops.constants import SHARED_CONSTANTS
+
+MOST_COLUMNS = 64
+"""Columns that a launch rounds, or descends over, at most; all of one group."""
+
+COLUMNS_ROWS = WARP_THREADS  # rows of a block there
+SOLVE_THREADS = 128  # of the other kernels' blocks
+_FLOAT_BYTES = 4
+_PADDING = 1, 4  # floats behind the values of a column, bytes behind the codes of a row
+
+_CONSTANTS = {
+    **SHARED_CONSTANTS,
+    "MOST_COLUMNS": MOST_COLUMNS,
+    "COLUMNS_ROWS": COLUMNS_ROWS,
+    "SOLVE_THREADS": SOLVE_THREADS,
+    "MOST_SCALE_CODE": MOST_SCALE_CODE,
+    "MOST_OFFSET_CODE": MOST_OFFSET_CODE,
+}
+_COLUMNS = KernelSource("solve/columns.cu", _CONSTANTS)
+_SCALES = KernelSource("solve/scales.cu", _CONSTANTS)
+_FIT = KernelSource("solve/fit.cu", _CONSTANTS)
+
+
+def _columns_bytes(bits: int) -> int:
+    """The factor, a column of values and a table of levels for each row, and the codes."""
+    levels, (floats, codes) = COLUMNS_ROWS * 2**bits, _PADDING
+    numbers = MOST_COLUMNS * (MOST_COLUMNS + COLUMNS_ROWS + floats) + levels
+    return numbers * _FLOAT_BYTES + levels + COLUMNS_ROWS * (MOST_COLUMNS + codes)
+
+
+def round_unit(bits: int) -> CompileUnit:
+    """bcqRoundColumns: GPTQ over columns of one group."""
+    return CompileUnit(_COLUMNS, "bcqRoundColumns", (bits,), _columns_bytes(bits))
+
+
+def descend_unit(bits: int) -> CompileUnit:
+    """bcqDescendColumns: cyclic descent over columns of one group."""
+    return CompileUnit(_COLUMNS, "bcqDescendColumns", (bits,), _columns_bytes(bits))
+
+
+def signs_unit(bits: int, offset: bool) -> CompileUnit:
+    """bcqSigns: planes of a group as numbers, and ones for an offset."""
+    return CompileUnit(_SCALES, "bcqSigns", (bits, offset))
+
+
+def residual_unit(bits: int) -> CompileUnit:
+    """bcqResidual: weight less the levels of its codes."""
+    return CompileUnit(_SCALES, "bcqResidual", (bits,))
+
+
+def refit_unit(bits: int, offset: bool) -> CompileUnit:
+    """bcqRefitScales: a step of a group's scales against the Hessian."""
+    return CompileUnit(_SCALES, "bcqRefitScales", (bits, offset))
+
+
+def fit_unit(bits: int, offset: bool) -> CompileUnit:
+    """bcqFitGroups: scales of groups by themselves."""
+    return CompileUnit(_FIT, "bcqFitGroups", (bits, offset))
+
+
+def solve_units(_row: Architecture) -> Iterator[CompileUnit]:
+    """Every instance of the solvers' kernels; the same on every GPU."""
+    for bits in range(1, MAX_BITS + 1):
+        yield from (unit(bits) for unit in (round_unit, descend_unit, residual_unit))
+        yield from (unit(bits, offset) for unit in (signs_unit, refit_unit, fit_unit) for offset in (False, True))
