@@ -32,7 +32,7 @@ __device__ __forceinline__ void multiplyExperts(const ExpertsProblem& p) {
     keepInRegister(laneBytes);
     ring.begin(at.firstSlot, laneBytes);
     const uint32 sums = work.parts > 1 ? stages : allTables + S::kGroups * kGroupWarps * 2 * tableBytes;
-    const TableMaker<S> maker(p, lane);
+    const TableMaker<S::kBits, typename S::Row> maker(lane, p.entries, p.scaleBits, p.segments);
     StagePlace first{0, 0};  // of the item
     for (int i = work.firstItem; i < work.items; i += work.itemStep) {
         float acc[S::kTokens / 2] = {};

@@ -46,44 +46,10 @@ __device__ __forceinline__ void prepareBarriers(uint32 barriers, int stages) {
                 S::kRowGroups * (Products::kCollective ? 1 : kGroupWarps));
 }
 
-// The tables of a tile's 16 rows, made by a warp: a lane those of one row for every second segment. Where there is one
-// segment, two lanes make the same.
-template <class S>
-struct TableMaker {
-    static constexpr int kBits = S::kBits;
-    const int row, entries, scaleBits, rounds;
-    uint32 entry, table, nextEntry;  // bytes: from a slot's scales and from the tables to the lane's first; to its next
-
-    __device__ __forceinline__ TableMaker(const GemmProblem& p, int lane)
-        : row(lane % kTileN), entries(p.entries), scaleBits(p.scaleBits), rounds((p.segments + 1) / 2) {
-        const int segment = p.segments > 1 ? lane / kTileN : 0, pairBytes = kLaneRows * scaleBits / kBitsPerByte;
-        nextEntry = 2 * (kTileN / kLaneRows) * entries * pairBytes;
-        entry = (segment * (kTileN / kLaneRows) + row % 8) * entries * pairBytes + row / 8 * (pairBytes / kLaneRows);
-        table = segment * S::kSegmentTable;
-    }
-    __device__ __forceinline__ void make(uint32 scales, uint32 tables) const {
-        uint32 from = scales + entry, to = tables + table;
-#pragma unroll 1
-        for (int i = 0; i < rounds; ++i, from += nextEntry, to += 2 * S::kSegmentTable) {
-            float scale[kBits], offset = 0.0f;
-            if (scaleBits == 16) {
-#pragma unroll
-                for (int b = 0; b < kBits; ++b) scale[b] = halfToFloat(loadShared2(from + b * 4));
-                if (entries > kBits) offset = halfToFloat(loadShared2(from + kBits * 4));
-            } else {
-#pragma unroll
-                for (int b = 0; b < kBits; ++b) scale[b] = float(loadShared1(from + b * 2));
-                if (entries > kBits) offset = float(int8(loadShared1(from + kBits * 2)));
-            }
-            S::Row::make(to, row, scale, offset);
-        }
-    }
-};
-
 // Add the products of a k tile to the sums, and make the tables of the one behind it, if there is one.
 template <class S, class Products>
 __device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, const Consumer& own, const TilePlace& at,
-                                             uint32 slotBytes, const TableMaker<S>& maker, uint32 barriers,
+                                             uint32 slotBytes, const TableMaker<S::kBits, typename S::Row>& maker, uint32 barriers,
                                              uint32 stages, StagePlace& place) {
     constexpr int kBits = S::kBits;
     typename S::Row upper, lower;

@@ -16,6 +16,14 @@ constexpr uint32 kEvenBits = 0x55555555u, kNibbleOnes = 0x11111111u, kByteOnes =
 constexpr int firstPlanes(int bits) { return bits < kBlockPlanes ? bits : kBlockPlanes; }
 constexpr int secondPlanes(int bits) { return bits - firstPlanes(bits); }
 
+// The first column of pair i of word s, and how far the second one is from it.
+__device__ __forceinline__ int pairColumn(int bits, int s, int i) {
+    if (bits == 1) return 4 * s + i;
+    if (bits == 2) return s % 2 * 4 + i / 2 * 2 + s / 2 + i % 2 * 16;
+    return 8 * i + s;
+}
+__device__ __forceinline__ int pairDistance(int bits) { return bits == 1 ? 16 : bits == 2 ? 8 : 4; }
+
 // Bits of a where mask is 1, of b elsewhere.
 __device__ __forceinline__ uint32 pick(uint32 a, uint32 b, uint32 mask) { return (a & mask) | (b & ~mask); }
 

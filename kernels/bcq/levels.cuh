@@ -199,3 +199,37 @@ struct PlaneWords {
         }
     }
 };
+
+// The tables of a tile's 16 rows, made by a warp: a lane those of one row for every second segment. Where there is one
+// segment, two lanes make the same.
+template <int kBits, class Row>
+struct TableMaker {
+    static constexpr int kSegmentTable = kTileN * Row::kRowBytes;
+    const int row, entries, scaleBits, rounds;
+    uint32 entry, table, nextEntry;  // bytes: from a slot's scales and from the tables to the lane's first; to its next
+
+    __device__ __forceinline__ TableMaker(int lane, int entries, int scaleBits, int segments)
+        : row(lane % kTileN), entries(entries), scaleBits(scaleBits), rounds((segments + 1) / 2) {
+        const int segment = segments > 1 ? lane / kTileN : 0, pairBytes = kLaneRows * scaleBits / kBitsPerByte;
+        nextEntry = 2 * (kTileN / kLaneRows) * entries * pairBytes;
+        entry = (segment * (kTileN / kLaneRows) + row % 8) * entries * pairBytes + row / 8 * (pairBytes / kLaneRows);
+        table = segment * kSegmentTable;
+    }
+    __device__ __forceinline__ void make(uint32 scales, uint32 tables) const {
+        uint32 from = scales + entry, to = tables + table;
+#pragma unroll 1
+        for (int i = 0; i < rounds; ++i, from += nextEntry, to += 2 * kSegmentTable) {
+            float scale[kBits], offset = 0.0f;
+            if (scaleBits == 16) {
+#pragma unroll
+                for (int b = 0; b < kBits; ++b) scale[b] = halfToFloat(loadShared2(from + b * 4));
+                if (entries > kBits) offset = halfToFloat(loadShared2(from + kBits * 4));
+            } else {
+#pragma unroll
+                for (int b = 0; b < kBits; ++b) scale[b] = float(loadShared1(from + b * 2));
+                if (entries > kBits) offset = float(int8(loadShared1(from + kBits * 2)));
+            }
+            Row::make(to, row, scale, offset);
+        }
+    }
+};

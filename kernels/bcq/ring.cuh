@@ -96,6 +96,44 @@ struct Outputs {
     }
 };
 
+// What is left when the sums of a block's n tiles are there: blocks of a cluster exchange theirs, y is written. blockSum(i):
+// what element i [n tile][row][token] adds up to in this block. received: shared memory for the other block's.
+template <class Product, int kThreads, class BlockSum>
+__device__ __forceinline__ void finishTiles(const Problem& p, int firstNTile, int nTiles, int firstToken, Mailbox& mailbox,
+                                            float* received, BlockSum blockSum) {
+    constexpr int kTokens = Product::kTokens, kTileSums = kTileN * kTokens;
+    // Each block of a cluster adds up half of the elements, and gets the other block's part of them. Values are read or
+    // computed again here, so that they take no register before.
+    const uint32 blocks = clusterBlocks(), rank = clusterRank();
+    const int elements = pinned(nTiles) * kTileSums >> (blocks - 1), firstElement = rank * elements;
+    if (blocks > 1) {
+        mailbox.waitForOthers();
+        if (threadIdx.x == 0) mailbox.expect(elements * sizeof(float));
+        const int others = elements - firstElement;
+#pragma unroll 1
+        for (int i = threadIdx.x; i < elements; i += kThreads) {
+            mailbox.send(sharedAddress(received + i), blockSum(others + i), rank ^ 1);
+        }
+    }
+    const Outputs out(p);
+    for (int i = threadIdx.x; i < elements; i += kThreads) {
+        const int place = firstElement + i, nTile = place / kTileSums, element = place % kTileSums;
+        const int n = (firstNTile + nTile) * kTileN + element / kTokens, m = firstToken + element % kTokens;
+        const bool inside = n < p.N && m < p.M;  // records of tokens behind the last were never made
+        const size_t output = size_t(m) * p.N + n;
+        const float shift = inside && out.bias ? shortToFloat(out.bias[n], p.dtype) : 0.0f;
+        const float addend = inside && p.residual ? shortToFloat(p.residual[output], p.dtype) : 0.0f;
+        float value = blockSum(place);
+        if (blocks > 1) {
+            mailbox.receive();  // what is sent is waited for, by some thread at least, also where all is outside
+            value += received[i];
+        }
+        if (!inside) continue;
+        value *= rowFactor<Product::kScaleBits>(p.factors, firstNTile + nTile, element / kTokens);
+        out.y[output] = withEpilogue(out.bias ? value + shift : value, p.activation, p.residual, addend, p.dtype);
+    }
+}
+
 // A whole kernel. Product: kTokens tokens at once, in sets of kSetTokens whose tiles share a record of kRecord bytes;
 // kHoldsWord: one row, and registers for a word of it per thread while stages are filled.
 template <class Product, int kWarps, int kStages>
@@ -258,35 +296,5 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
         for (int w = 0; w < kWarps; ++w) sum += first[w * kTileSums];
         return sum;
     };
-    // Each block of a cluster adds up half of the elements, and gets the other block's part of them. Values are read or
-    // computed again here, so that they take no register before.
-    const uint32 blocks = clusterBlocks(), rank = clusterRank();
-    const int elements = pinned(nTiles) * kTileSums >> (blocks - 1), firstElement = rank * elements;
-    float* received = sums + nTiles * kWarps * kTileSums;
-    if (blocks > 1) {
-        mailbox.waitForOthers();
-        if (threadIdx.x == 0) mailbox.expect(elements * sizeof(float));
-        const int others = elements - firstElement;
-#pragma unroll 1
-        for (int i = threadIdx.x; i < elements; i += kThreads) {
-            mailbox.send(sharedAddress(received + i), blockSum(others + i), rank ^ 1);
-        }
-    }
-    const Outputs out(p);
-    for (int i = threadIdx.x; i < elements; i += kThreads) {
-        const int place = firstElement + i, nTile = place / kTileSums, element = place % kTileSums;
-        const int n = (firstNTile + nTile) * kTileN + element / kTokens, m = firstToken + element % kTokens;
-        const bool inside = n < p.N && m < p.M;  // records of tokens behind the last were never made
-        const size_t output = size_t(m) * p.N + n;
-        const float shift = inside && out.bias ? shortToFloat(out.bias[n], p.dtype) : 0.0f;
-        const float addend = inside && p.residual ? shortToFloat(p.residual[output], p.dtype) : 0.0f;
-        float value = blockSum(place);
-        if (blocks > 1) {
-            mailbox.receive();  // what is sent is waited for, by some thread at least, also where all is outside
-            value += received[i];
-        }
-        if (!inside) continue;
-        value *= rowFactor<Product::kScaleBits>(p.factors, firstNTile + nTile, element / kTokens);
-        out.y[output] = withEpilogue(out.bias ? value + shift : value, p.activation, p.residual, addend, p.dtype);
-    }
+    finishTiles<Product, kThreads>(p, firstNTile, nTiles, firstToken, mailbox, sums + nTiles * kWarps * kTileSums, blockSum);
 }

@@ -44,6 +44,7 @@ class Kernel(StrEnum):
 
     BCQ_BINARY_GEMV = "bcq_binary_gemv"
     BCQ_INT8_GEMV = "bcq_int8_gemv"
+    BCQ_LEVEL_GEMV = "bcq_level_gemv"
     BCQ_LUT_GEMV = "bcq_lut_gemv"
     BCQ_GEMM_MMA = "bcq_gemm_mma"
     BCQ_GEMM_WGMMA = "bcq_gemm_wgmma"
@@ -63,6 +64,7 @@ class Kernel(StrEnum):
 INSTRUCTION_OF: dict[Kernel, Instruction | None] = {
     Kernel.BCQ_BINARY_GEMV: Instruction.MMA_B1,
     Kernel.BCQ_INT8_GEMV: Instruction.MMA_S8,
+    Kernel.BCQ_LEVEL_GEMV: Instruction.MMA_F16,
     Kernel.BCQ_LUT_GEMV: None,
     Kernel.BCQ_GEMM_MMA: Instruction.MMA_F16,
     Kernel.BCQ_GEMM_WGMMA: Instruction.WGMMA_F16,
@@ -159,6 +161,7 @@ _WARP_INSTRUCTIONS = frozenset({Instruction.MMA_B1, Instruction.MMA_S4, Instruct
 _PORTABLE = frozenset(
     {
         Kernel.BCQ_INT8_GEMV,
+        Kernel.BCQ_LEVEL_GEMV,
         Kernel.BCQ_LUT_GEMV,
         Kernel.BCQ_GEMM_MMA,
         Kernel.BCQ_DEQUANTIZE,

@@ -10,6 +10,7 @@ from quantkit.ops.attention.instances import attention_units
 from quantkit.ops.bcq.experts import experts_units
 from quantkit.ops.bcq.gemm import gemm_units
 from quantkit.ops.bcq.instances import bcq_units
+from quantkit.ops.bcq.level_gemv import level_units
 from quantkit.ops.bipolar.instances import bipolar_units
 from quantkit.ops.decode.instances import decode_units
 from quantkit.ops.flatten.instances import flatten_units
@@ -19,6 +20,7 @@ from quantkit.ops.solve.instances import solve_units
 def _bcq_units(row: Architecture) -> Iterator[CompileUnit]:
     yield from bcq_units(row)
     yield from gemm_units(row)
+    yield from level_units(row)
     yield from experts_units(row)
 
 

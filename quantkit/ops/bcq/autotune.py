@@ -124,6 +124,8 @@ def _unmeasured(x: Tensor, group_size: int, usable: tuple[Kernel, ...]) -> Kerne
     tokens, in_features = x.shape
     binary = Kernel.BCQ_BINARY_GEMV in usable
     fused = [kernel for kernel in FUSED if kernel in usable and tokens <= _MANY_TOKENS]
+    if tokens <= _FEW_TOKENS and Kernel.BCQ_LEVEL_GEMV in usable:
+        return Kernel.BCQ_LEVEL_GEMV
     if tokens > _FEW_TOKENS or Kernel.BCQ_LUT_GEMV not in usable:
         return fused[0] if fused else Kernel.BCQ_DEQUANTIZE
     if Kernel.BCQ_INT8_GEMV in usable and tokens >= _least_int8_tokens(binary, group_size, in_features):
@@ -177,7 +179,7 @@ def measured_kernels(weight: BcqTiles) -> dict[str, str]:
         seconds = {
             kernel: cold_seconds(_call(kernel, x, other), _call(kernel, x, weight), device)
             for kernel in usable
-            if weight.codes or _worth_measuring(kernel, tokens, _narrow(weight.group_size, in_features))
+            if _worth_measuring(kernel, tokens, _narrow(weight.group_size, in_features))
         }
         best[str(tokens)] = _clear_winner(seconds, _unmeasured(x, weight.group_size, usable))
     return best
@@ -195,6 +197,8 @@ def _worth_measuring(kernel: Kernel, tokens: int, narrow: bool) -> bool:
         return tokens > 1  # it moves several times the bytes of a product of one token
     if kernel in FUSED:
         return tokens >= _GEMM_TOKENS
+    if kernel == Kernel.BCQ_LEVEL_GEMV:
+        return tokens <= _GEMV_TOKENS
     return tokens <= _GEMV_TOKENS and (kernel != Kernel.BCQ_INT8_GEMV or tokens > 1 or narrow)
 
 

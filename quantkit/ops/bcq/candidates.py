@@ -12,7 +12,9 @@ from quantkit.ops.bcq.gemm import FUSED, gemm_fits
 from quantkit.ops.bcq.instances import SOURCES, segment_width
 
 _WORD = 32
-_OF_CODES = (*FUSED, Kernel.BCQ_DEQUANTIZE)  # kernels that read the order for batches
+OF_PLANES = tuple(kernel for kernel in SOURCES if kernel != Kernel.BCQ_LEVEL_GEMV)
+"""Kernels that read the order for latency."""
+_OF_CODES = (Kernel.BCQ_LEVEL_GEMV, *FUSED, Kernel.BCQ_DEQUANTIZE)  # kernels that read the order for batches
 _GEMV_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -41,7 +43,7 @@ def candidates(
         return Kernel.BCQ_LUT_GEMV, Kernel.BCQ_DEQUANTIZE
     fused = gemm_fits(weight_bits, segment, row)
     usable = (kernel for kernel in SOURCES if kernel in row.kernels and (fused or kernel not in FUSED))
-    return tuple(kernel for kernel in usable if not codes or kernel in _OF_CODES)
+    return tuple(kernel for kernel in usable if kernel in (_OF_CODES if codes else OF_PLANES))
 
 
 def takes_codes(row: Architecture, weight_bits: int, group_size: int, in_features: int) -> bool:

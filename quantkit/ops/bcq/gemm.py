@@ -44,7 +44,7 @@ _PANEL_ROW_BYTES = PANEL_K * _SHORT_BYTES
 TOKEN_BAND = 4  # tiles of tokens that blocks work on at once, for x and the weights to stay in L2
 _SHARED_ITEMS = 2  # that a block has a share of, at most
 _FEW_BITS = 4  # planes up to which shared memory carries the other shapes at any group size
-_OFFSETS_APART = (1, 4, 8)  # planes whose tables of levels leave no room for an offset (kernels/bcq/levels.cuh)
+OFFSETS_APART = (1, 4, 8)  # planes whose tables of levels leave no room for an offset (kernels/bcq/levels.cuh)
 # (tokens, row groups, phases, slots) of an instance's tile, block and rings.
 _WARPGROUP_SHAPES = (
     *((8, 2, 2, 3), (8, 1, 4, 3), (16, 2, 2, 3), (16, 1, 4, 3), (32, 3, 1, 3), (32, 2, 2, 2), (32, 1, 3, 3)),
@@ -166,7 +166,7 @@ class GemmProblem:
     @property
     def offsets_apart(self) -> bool:
         """Whether the kernel adds offsets behind its tables."""
-        return self.entries > self.weight_bits and self.weight_bits in _OFFSETS_APART
+        return self.entries > self.weight_bits and self.weight_bits in OFFSETS_APART
 
     @property
     def slot_bytes(self) -> int:
@@ -176,10 +176,14 @@ class GemmProblem:
 
     @property
     def table_bytes(self) -> int:
-        """The levels of one tile (Levels::kRowBytes in kernels/bcq/levels.cuh)."""
-        tables = 8 if self.weight_bits <= 2 else 16 if self.weight_bits <= 4 else 32
-        apart = FLOAT_BYTES if self.offsets_apart and self.weight_bits > 1 else 0
-        return self.segments * TILE_N * (tables + apart)
+        """The levels of one tile."""
+        return table_bytes(self.weight_bits, self.segments, apart=self.offsets_apart)
+
+
+def table_bytes(weight_bits: int, segments: int, *, apart: bool) -> int:
+    """The levels of one tile (Levels::kRowBytes in kernels/bcq/levels.cuh); apart: offsets are added behind them."""
+    tables = 8 if weight_bits <= 2 else 16 if weight_bits <= 4 else 32
+    return segments * TILE_N * (tables + (FLOAT_BYTES if apart and weight_bits > 1 else 0))
 
 
 def gemm_kernel(row: Architecture) -> Kernel | None:
@@ -274,7 +278,7 @@ def gemm_unit(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> CompileU
 def least_problems(row: Architecture, *, codes: bool = False) -> Iterator[GemmProblem]:
     """One problem for every number of planes and place of their offsets."""
     for bits in range(1, MAX_BITS + 1):
-        for entries in (bits, bits + 1) if bits in _OFFSETS_APART else (bits,):
+        for entries in (bits, bits + 1) if bits in OFFSETS_APART else (bits,):
             yield GemmProblem(bits, entries, 2 * BITS_PER_BYTE, 1, 1, 1, 1, Gpu(row, 1), codes)
 
 

@@ -107,6 +107,7 @@ ARRANGE_SOURCE = KernelSource("bcq/arrange.cu", CONSTANTS)
 SOURCES = {
     Kernel.BCQ_BINARY_GEMV: KernelSource("bcq/binary_gemv.cu", CONSTANTS),
     Kernel.BCQ_INT8_GEMV: KernelSource("bcq/int8_gemv.cu", CONSTANTS),
+    Kernel.BCQ_LEVEL_GEMV: KernelSource("bcq/level_gemv.cu", CONSTANTS),
     Kernel.BCQ_LUT_GEMV: KernelSource("bcq/lut_gemv.cu", CONSTANTS),
     Kernel.BCQ_GEMM_MMA: _GEMM,
     Kernel.BCQ_GEMM_WGMMA: _GEMM,

@@ -30,6 +30,7 @@ from quantkit.ops.bcq.instances import (
     lut_unit,
 )
 from quantkit.ops.bcq.layout import BcqTiles, tile_counts
+from quantkit.ops.bcq.level_gemv import level_gemv
 from quantkit.ops.bcq.plan import plan_gemv
 from quantkit.ops.bcq.product import Product, activation_segment, group_magic, weight_args
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
@@ -177,6 +178,7 @@ def product(
 _PRODUCTS: dict[str, Callable[[Product], Tensor]] = {
     Kernel.BCQ_BINARY_GEMV: partial(tensor_core_gemv, int8=False),
     Kernel.BCQ_INT8_GEMV: partial(tensor_core_gemv, int8=True),
+    Kernel.BCQ_LEVEL_GEMV: level_gemv,
     Kernel.BCQ_LUT_GEMV: lut_gemv,
     Kernel.BCQ_GEMM_MMA: gemm,
     Kernel.BCQ_GEMM_WGMMA: gemm,

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from quantkit.cuda.architectures import Kernel
 from quantkit.cuda.device import gpu_of
 from quantkit.formats.bcq import ROW_WISE, BcqTensors, dequantize_stored, group_count
 from quantkit.formats.planes import pack_bits
 from quantkit.ops.bcq.autotune import choose
+from quantkit.ops.bcq.candidates import OF_PLANES
 from quantkit.ops.bcq.experts import ExpertsKernel, ExpertsProduct, choose_experts_kernel, experts_product
-from quantkit.ops.bcq.instances import SOURCES
 from quantkit.ops.bcq.launch import dequantize_tiles, product
 from quantkit.ops.bcq.layout import BcqTiles, join_experts, split_experts, tile, untile
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
@@ -212,11 +213,13 @@ def _prepared_samples() -> Iterator[BcqLinearPrepared]:
         weight = tile(op.stored, op.x.shape[-1], op.group_size)
         stored = weight.tiles, weight.scale_tiles, op.bias, weight.out_features, op.group_size
         whole_words = op.group_size == ROW_WISE or op.group_size % 32 == 0
-        names = (AUTO, *SOURCES) if whole_words and op.x.dtype != torch.float32 else (AUTO,)
+        short = whole_words and op.x.dtype != torch.float32
+        names = (AUTO, *OF_PLANES) if short else (AUTO,)
         yield BcqLinearPrepared(op.x, *stored, str(names[number % len(names)]), False, weight.factor_tiles)
         if whole_words:
             codes = tile(op.stored, op.x.shape[-1], op.group_size, codes=True)
-            yield BcqLinearPrepared(op.x, codes.tiles, *stored[1:], AUTO, False, weight.factor_tiles, True)
+            name = str(Kernel.BCQ_LEVEL_GEMV) if short and number % 2 else AUTO
+            yield BcqLinearPrepared(op.x, codes.tiles, *stored[1:], name, False, weight.factor_tiles, True)
 
 
 def _experts_samples() -> Iterator[BcqExperts]:

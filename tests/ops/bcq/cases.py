@@ -12,9 +12,9 @@ from quantkit.formats.planes import pack_bits
 from quantkit.ops.bcq.instances import SOURCES
 from quantkit.ops.bcq.layout import BcqTiles, tile
 
-BINARY, INT8, LUT, GEMM_MMA, GEMM, DEQUANTIZE = SOURCES
+BINARY, INT8, LEVEL, LUT, GEMM_MMA, GEMM, DEQUANTIZE = SOURCES
 KERNELS = (BINARY, INT8, LUT, GEMM, DEQUANTIZE)
-"""Those of Hopper."""
+"""Those of Hopper for the order for latency."""
 
 
 @dataclass(frozen=True)

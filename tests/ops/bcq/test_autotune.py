@@ -13,7 +13,7 @@ from quantkit.errors import KernelError
 from quantkit.ops.bcq import autotune
 from quantkit.ops.bcq.autotune import choose, gpu_key, shape_class
 from quantkit.ops.bcq.layout import BcqTiles
-from tests.ops.bcq.cases import BINARY, DEQUANTIZE, GEMM, GEMM_MMA, INT8, KERNELS, LUT, random_weight
+from tests.ops.bcq.cases import BINARY, DEQUANTIZE, GEMM, GEMM_MMA, INT8, KERNELS, LEVEL, LUT, random_weight
 
 GPU = "Some GPU"
 CPU = torch.device("cpu")
@@ -59,7 +59,8 @@ def test_unmeasured_shapes_follow_the_gpu_generation(table: Path, monkeypatch: p
     assert choose(x(9), 4, 4096, 128) == choose(x(256), 4, 4096, 128) == GEMM
     assert choose(x(257), 4, 4096, 128) == choose(x(9), 4, 4096, 40) == DEQUANTIZE
     assert choose(x(1, dtype=torch.float32), 4, 4096, 128) == DEQUANTIZE
-    assert choose(x(1), 4, 4096, 128, codes=True) == choose(x(256), 4, 4096, 32, codes=True) == GEMM
+    assert choose(x(8), 4, 4096, 128, codes=True) == LEVEL
+    assert choose(x(9), 4, 4096, 128, codes=True) == choose(x(256), 4, 4096, 32, codes=True) == GEMM
     assert choose(x(257), 4, 4096, 128, codes=True) == DEQUANTIZE
     monkeypatch.setattr(autotune, "gpu_of", lambda device: Gpu(architecture(12, 0), 132))  # binary products emulated
     assert choose(x(1), 4, 4096, 128) == LUT

@@ -1,0 +1,136 @@
+// The loop of level_gemv.cu: which tiles of a block's n tiles a warp takes, and how they get to it.
+//
+// Grid and passes: as for ring.cuh. The k tiles of the block's n tiles stand in a row, n tile after n tile, and every warp
+// takes an equal share of neighbours. So it reads one run of memory, has the sums of few n tiles to leave in shared memory,
+// and leaves them where its n tile changes. Sums of an n tile are added in the order of warps: repeatable bit for bit.
+//
+//   shared memory: mailbox of a cluster's block
+//                  ring [warp][kStages] {codes [plane][lane] uint4, scales [segment][g][entry][2]}
+//                  levels [warp]
+//                  records [set of tokens][k tile]
+//                  sums [warp][slot][row][token] fp32; slot: of the warp's n tiles, at most n tiles over warps, plus one
+//                  received from the other block of a cluster: half of [n tile][row][token] fp32
+#pragma once
+#include "level_step.cuh"
+
+// The tiles of a warp in one pass over K.
+template <int kWarps>
+struct Share {
+    int pass, width, nTile, k, left;  // width: k tiles of the pass; of the next tile: its n tile, its place in the pass
+
+    __device__ __forceinline__ Share(int pass, int passTiles, int kTiles, int nTiles) : pass(pass) {
+        width = min(passTiles, kTiles - pass * passTiles);
+        const int warp = threadIdx.x / kWarpSize, all = nTiles * width, first = warp * all / kWarps;
+        left = (warp + 1) * all / kWarps - first;
+        nTile = first / width, k = first - nTile * width;
+    }
+    __device__ __forceinline__ void advance() {
+        --left;
+        if (++k == width) k = 0, ++nTile;
+    }
+};
+
+// The first n tile of a warp, in every pass, as shares are the same part of n tiles whatever their width.
+template <int kWarps>
+__device__ __forceinline__ int firstNTileOf(int warp, int nTiles) { return warp * nTiles / kWarps; }
+
+template <class Product, int kWarps, int kStages>
+__device__ __forceinline__ void multiplyLevels(const Problem& p) {
+    using S = typename Product::Shape;
+    constexpr int kThreads = kWarps * kWarpSize, kTokens = Product::kTokens, kTileSums = kTileN * kTokens;
+    constexpr int kRecord = Product::Record::kBytes;
+    constexpr int kAhead = kWarps > 12 ? 3 : 4;  // words of x; more registers than the loop has would slow it down
+    extern __shared__ __align__(16) unsigned char shared[];
+    Mailbox& mailbox = *reinterpret_cast<Mailbox*>(shared);
+    unsigned char* rings = shared + kMailboxBytes;
+
+    const int lane = pinned(threadIdx.x % kWarpSize), warp = pinned(threadIdx.x / kWarpSize);
+    const uint32 parts = clusterBlocks(), part = clusterRank(), partShift = parts - 1;  // clusters of one block or two
+    const int range = blockIdx.x >> partShift;
+    const int firstNTile = range * p.rangeTiles + min(range, p.longRanges);
+    const int nTiles = p.rangeTiles + (range < p.longRanges), slots = (nTiles + kWarps - 1) / kWarps + 1;
+    const int kTiles = (p.K + kTileK - 1) / kTileK;
+    const int firstTile = uint32(kTiles) * part >> partShift;
+    const int ownTiles = (uint32(kTiles) * (part + 1) >> partShift) - firstTile;
+    const int passes = (ownTiles + p.passTiles - 1) / p.passTiles;
+    const int firstToken = blockIdx.y * kTokens;
+    const bool offset = p.entries > S::kBits;
+    const uint32 groupVectors = offset ? S::groupVectors(1) : S::groupVectors(0), groupBytes = groupVectors * kVectorBytes;
+    const Weights<S> weights{
+        pinned(p.tiles + size_t(firstNTile) * kTiles * S::kSignVectors + lane),
+        pinned(static_cast<const uint4*>(p.scales) + size_t(firstNTile) * p.groups * groupVectors),
+        uint32(kTiles), uint32(p.groups), groupVectors, uint32(lane), p.groupMagic,
+        offset ? (1u << 16) / S::groupVectors(1) + 1 : (1u << 16) / S::groupVectors(0) + 1,
+        p.groupMagic == 0 && p.groups == kTiles * S::kTileSegments};
+    const uint32 stageBytes = pinned(S::kSignBytes + S::kStepSegments * groupBytes), ringBytes = kStages * stageBytes;
+    const uint32 firstStage = pinned(sharedAddress(rings) + warp * ringBytes), endStage = pinned(firstStage + ringBytes);
+    unsigned char* records = rings + kWarps * (ringBytes + Product::kTableBytes);
+    const uint32 setBytes = pinned(p.passTiles * kRecord);
+    float* sums = reinterpret_cast<float*>(records + kTokens / Product::kSetTokens * setBytes);
+
+    Share<kWarps> ahead(0, p.passTiles, ownTiles, nTiles);  // of the tile fetched next
+    auto fetchStage = [&](uint32 stage) {
+        while (ahead.left == 0 && ahead.pass + 1 < passes) {
+            ahead = Share<kWarps>(ahead.pass + 1, p.passTiles, ownTiles, nTiles);
+        }
+        if (ahead.left > 0) {
+            const int tile = ahead.nTile * kTiles + firstTile + ahead.pass * p.passTiles + ahead.k;
+            weights.fetch(stage, tile, ahead.nTile, 1);
+            ahead.advance();
+        }
+        copyCommit();
+    };
+    uint32 filled = firstStage;  // pinned below: NVRTC 13.0 builds no valid copy to an address that is partly uniform
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; ++i, filled = pinned(filled + stageBytes)) fetchStage(filled);
+    for (int i = threadIdx.x; i < slots * kWarps * kTileSums; i += kThreads) sums[i] = 0.0f;
+    if (clusterBlocks() > 1) {
+        if (threadIdx.x == 0) mailbox.prepare();
+        mailbox.arrive();
+    }
+    allowNextKernel();
+    Product product(lane, p.entries, pinned(sharedAddress(rings) + kWarps * ringBytes + warp * Product::kTableBytes));
+    waitForPriorKernels();  // from here on x may be read and y written
+
+    const uint16* x = p.x + size_t(firstToken) * p.K;
+    Activations piece{min(kTokens, p.M - firstToken), firstTile * kTileK, p.K, p.dtype, p.vectors, false};
+    float* ownSums = sums + warp * slots * kTileSums;
+    uint32 stage = firstStage, emptyStage = endStage - stageBytes;
+    for (int pass = 0; pass < passes; ++pass) {
+        Share<kWarps> own(pass, p.passTiles, ownTiles, nTiles);
+        makePairRecords<typename Product::Record, kAhead>(x, piece, own.width * kWordsPerTileRow, records, setBytes);
+        piece.k += p.passTiles * kTileK;
+        __syncthreads();
+        float* target = ownSums + (own.nTile - firstNTileOf<kWarps>(warp, nTiles)) * kTileSums;
+        const uint32 firstRecord = sharedAddress(records);
+#pragma unroll 1
+        while (own.left > 0) {
+            copyWait<kStages - 2>();
+            __syncwarp();  // the stage filled next and the levels were read by every lane
+            fetchStage(emptyStage);
+            product.multiplyTile(stage, firstRecord + own.k * kRecord, setBytes);
+            emptyStage = stage;
+            stage = stage + stageBytes == endStage ? firstStage : stage + stageBytes;
+            own.advance();
+            if (own.k == 0 || own.left == 0) {
+                product.flush(target, lane);
+                target += kTileSums;
+            }
+        }
+        __syncthreads();
+    }
+
+    // What an element of the n tiles adds up to in this block: of the warps that have a share of the n tile, in order.
+    const uint32 nTilesMagic = 0xffffffffu / uint32(nTiles) + 1;  // 2^32 over them, rounded up; 0 for one
+    auto warpAt = [&](int share) { return nTiles == 1 ? share : int(__umulhi(share, nTilesMagic)); };
+    auto blockSum = [&](int i) {
+        const int nTile = i / kTileSums, last = warpAt((nTile + 1) * kWarps - 1);
+        float sum = 0.0f;
+#pragma unroll 1
+        for (int w = warpAt(nTile * kWarps); w <= last; ++w) {
+            sum += sums[(w * slots + nTile - firstNTileOf<kWarps>(w, nTiles)) * kTileSums + i % kTileSums];
+        }
+        return sum;
+    };
+    finishTiles<Product, kThreads>(p, firstNTile, nTiles, firstToken, mailbox, sums + slots * kWarps * kTileSums, blockSum);
+}
