@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from quantkit.formats.table import stored_bytes
 from quantkit.models.families import decoder_blocks, linear_shape
 from quantkit.models.structure import output_head, untie_head
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.nn.table import Layout, layout_for
 from quantkit.progress import track
 from quantkit.runtime.generation import captured_step, next_logits, start, step
 
@@ -58,7 +60,7 @@ class DecodeResult:
 class DecodeBench:
     """model: a shape's name or a folder. method: as in bench/methods.py, also with a head; None for a folder as it is.
 
-    batches: numbers of sequences that are decoded at once.
+    batches: numbers of sequences that are decoded at once; each has the order of weights that suits it (layout_for).
     """
 
     model: str
@@ -91,26 +93,43 @@ def run_decode(bench: DecodeBench) -> Iterator[DecodeResult]:
     check_fits(f"{bench.model}, {bench.method}", packed, bench.device)
     if fits(model_bytes(shape, dtype), bench.device):
         model = shaped_model(shape, bench.device)
-        yield from _time_batches(bench, "float", model)
+        yield from _time_batches(bench, "float", model, bench.batches)
         del model
         _release(bench.device)
-    model = shaped_model(shape, bench.device, spec)
-    if head is not None:
-        _pack_head(model, head, bench.device)
-    _check_linears(model, bench)
-    yield from _time_batches(bench, bench.method, model)
+    for layout, batches in _by_layout(bench.batches):
+        model = shaped_model(shape, bench.device, spec, layout)
+        if head is not None:
+            _pack_head(model, head, bench.device, layout)
+        _check_linears(model, bench)
+        yield from _time_batches(bench, bench.method, model, batches)
+        del model
+        _release(bench.device)
 
 
-def _time_batches(bench: DecodeBench, method: str, model: Any) -> Iterator[DecodeResult]:
-    for batch in bench.batches:
+def _by_layout(batches: Sequence[int]) -> Iterator[tuple[Layout, list[int]]]:
+    for layout, alike in groupby(batches, layout_for):
+        yield layout, list(alike)
+
+
+def _time_batches(bench: DecodeBench, method: str, model: Any, batches: Sequence[int]) -> Iterator[DecodeResult]:
+    for batch in batches:
         yield _time(bench, method, model, batch)
 
 
 def _run_folder(bench: DecodeBench) -> Iterator[DecodeResult]:
-    from quantkit.models.loading import load_model
+    from quantkit.integrations.transformers import load_checkpoint
+    from quantkit.models.loading import is_quantkit, load_model
 
-    model, _ = load_model(bench.model, dtype=compute_dtype(bench.device), device=bench.device)
-    yield from _time_batches(bench, "as stored", model.eval())
+    dtype, device = compute_dtype(bench.device), bench.device
+    if not is_quantkit(bench.model):
+        model, _ = load_model(bench.model, dtype=dtype, device=device)
+        yield from _time_batches(bench, "as stored", model.eval(), bench.batches)
+        return
+    for layout, batches in _by_layout(bench.batches):
+        model = load_checkpoint(bench.model, device=str(device), dtype=dtype, layout=layout)
+        yield from _time_batches(bench, "as stored", model, batches)
+        del model
+        _release(device)
 
 
 def _release(device: torch.device) -> None:
@@ -119,8 +138,8 @@ def _release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def shaped_model(shape: ModelShape, device: torch.device, spec: Any = None) -> Any:
-    """A model of the shape with random weights; ``spec`` packs the Linears of its blocks.
+def shaped_model(shape: ModelShape, device: torch.device, spec: Any = None, layout: Layout = "latency") -> Any:
+    """A model of the shape with random weights; ``spec`` packs the Linears of its blocks, in an order.
 
     One block is made and copied, so no more than one block is ever in floating point.
     """
@@ -131,7 +150,7 @@ def shaped_model(shape: ModelShape, device: torch.device, spec: Any = None) -> A
         model = AutoModelForCausalLM.from_config(config, dtype=compute_dtype(device)).eval()
     ((_, block),) = decoder_blocks(model)
     if spec is not None:
-        _pack_linears(block, spec, device)
+        _pack_linears(block, spec, device, layout)
     blocks = next(parent for parent in model.modules() if isinstance(parent, nn.ModuleList) and block in list(parent))
     for index in track(range(1, shape.layers), "making blocks"):
         twin = copy.deepcopy(block)
@@ -143,21 +162,22 @@ def shaped_model(shape: ModelShape, device: torch.device, spec: Any = None) -> A
     return model
 
 
-def _pack_linears(block: nn.Module, spec: Any, device: torch.device) -> None:
+def _pack_linears(block: nn.Module, spec: Any, device: torch.device, layout: Layout) -> None:
     linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
     for name, module in linears:
-        packed = random_linear(spec, LinearShape(name, *linear_shape(module)), device, module.weight.dtype)
+        packed = random_linear(spec, LinearShape(name, *linear_shape(module)), device, module.weight.dtype, layout)
         packed.bias = module.bias
         block.set_submodule(name, packed)
 
 
-def _pack_head(model: Any, spec: Any, device: torch.device) -> None:
+def _pack_head(model: Any, spec: Any, device: torch.device, layout: Layout) -> None:
     """A tied head gets a weight of its own, as quantizing does it."""
     head = output_head(model)
     assert head is not None  # shapes are of families that have one
     name, module = head
     untie_head(model)
-    model.set_submodule(name, random_linear(spec, LinearShape(name, *linear_shape(module)), device, model.dtype))
+    shape = LinearShape(name, *linear_shape(module))
+    model.set_submodule(name, random_linear(spec, shape, device, model.dtype, layout))
 
 
 @torch.no_grad()

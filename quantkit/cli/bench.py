@@ -146,7 +146,9 @@ def decode(
     ] = None,
     prompt: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 128,
     new: Annotated[int, typer.Option(help="Tokens to generate.")] = 128,
-    batches: Annotated[str, typer.Option("--batch", help="Sequences at once, separated by commas.")] = "1",
+    batches: Annotated[
+        str, typer.Option("--batch", help="Sequences at once, separated by commas; above 4 in the order for batches.")
+    ] = "1",
     device: DeviceOption = None,
     json_path: JsonOption = None,
 ) -> None:

@@ -128,9 +128,15 @@ def open_evaluated(model: str, *, device: str | torch.device) -> tuple[Any, Any]
     """(a ModelStream, tokenizer) to evaluate; the model as a whole where another tool quantized it and its loader has
     to make it. dtype and errors as of load_model with its defaults."""
     config = read_config(model).get("quantization_config")
-    if isinstance(config, dict) and config.get("quant_method") != "quantkit":
+    if isinstance(config, dict) and not is_quantkit(model):
         return load_model(model, device=device)
     return open_stream(model, device=device)
+
+
+def is_quantkit(model: str) -> bool:
+    """Whether a model is a quantkit checkpoint. Raises ModelError where it has no readable config."""
+    config = read_config(model).get("quantization_config")
+    return isinstance(config, dict) and config.get("quant_method") == "quantkit"
 
 
 def _load_tokenizer(model: str, source: ModelSource) -> Any:

@@ -14,6 +14,12 @@ from quantkit.ops.epilogue import Epilogue
 
 Layout = Literal["latency", "batch"]
 """What a weight's order in a GPU's memory is for: one to four tokens at a time, or many."""
+_FEW_SEQUENCES = 4  # of which every step decodes faster with the order for latency
+
+
+def layout_for(sequences: int) -> Layout:
+    """The order of weights with which so many sequences are decoded fastest."""
+    return "latency" if sequences <= _FEW_SEQUENCES else "batch"
 
 
 @dataclass(frozen=True)

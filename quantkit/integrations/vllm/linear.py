@@ -25,13 +25,12 @@ from quantkit.formats.shard import join
 from quantkit.formats.table import format_name
 from quantkit.integrations.vllm import DUMMY_WEIGHTS
 from quantkit.integrations.vllm.parts import Part, Partition, head_part, parts_of
-from quantkit.nn.table import LINEARS, Layout
+from quantkit.nn.table import LINEARS, Layout, layout_for
 
 if TYPE_CHECKING:
     from quantkit.integrations.vllm.config import QuantkitConfig
 
 _LOGGER = init_logger(__name__)
-_FEW_SEQUENCES = 4  # of which every step decodes faster with the order for latency
 _FINEST_GROUP = 32  # of the kernels on tensor cores
 _PLAIN = "weight"
 _ATTENTION_INPUTS = {"q": 0, "k": 1, "v": 2}
@@ -98,7 +97,7 @@ class QuantkitLinearMethod(LinearMethodBase):
         self.parts = parts
         settings = get_current_vllm_config()
         self.dummy = settings.load_config.load_format == DUMMY_WEIGHTS
-        self.layout = "latency" if settings.scheduler_config.max_num_seqs <= _FEW_SEQUENCES else "batch"
+        self.layout = layout_for(settings.scheduler_config.max_num_seqs)
         for name in self._stored_names():
             entrance = nn.Parameter(torch.empty(0), requires_grad=False)
             entrance.weight_loader = _loader(self, name)  # type: ignore[attr-defined]  # as vLLM's own Parameters have
