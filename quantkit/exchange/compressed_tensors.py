@@ -176,7 +176,7 @@ def _check_scales(folder: Folder, name: str, scheme: _Scheme, shape: tuple[int, 
         folder.field(f"{name}.weight_scale", FLOATS, () if stored.shape == () else (1,))
         return -1
     groups = folder.field(f"{name}.weight_scale", FLOATS, (shape[0], None)).shape[1]
-    return check_groups(name, scheme.group_size, groups, shape[1])
+    return check_groups(name, scheme.group_size if scheme.strategy == "group" else -1, groups, shape[1])
 
 
 def _with_activations(folder: Folder, layer: SourceLayer, scheme: _Scheme, *, weights_only: bool) -> SourceLayer:

@@ -10,6 +10,7 @@ The format ``gptq`` (v1) stores zero points less 1, ``gptq_v2`` as they are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,24 +44,35 @@ def version(document: Mapping[str, Any]) -> str:
 def layers(folder: Folder) -> dict[str, SourceLayer]:
     """The Linears of a GPTQ folder. Raises CheckpointError for tensors that are missing or do not fit together."""
     version(folder.document)
-    bits = whole_number(folder.document, "bits", BITS)
-    group_size = whole_number(folder.document, "group_size")
-    return {name: _layer(folder, name, bits, group_size) for name in folder.modules_with("qweight")}
+    return {name: _layer(folder, name, _settings(folder.document, name)) for name in folder.modules_with("qweight")}
 
 
-def _layer(folder: Folder, name: str, bits: int, group_size: int) -> SourceLayer:
+def _settings(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What the configuration says of a layer: ``dynamic`` holds patterns of names and what they change."""
+    dynamic = document.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise CheckpointError(f"quantization_config: dynamic is {dynamic!r}, no mapping of patterns")
+    for pattern, own in dynamic.items():
+        try:
+            found = re.match(pattern.removeprefix("+:"), name)
+        except re.error as error:
+            raise CheckpointError(f"quantization_config: the pattern {pattern!r} is wrong ({error})") from error
+        if found and isinstance(own, Mapping):
+            return {**document, **own}
+    return document
+
+
+def _layer(folder: Folder, name: str, settings: Mapping[str, Any]) -> SourceLayer:
+    bits, group_size = whole_number(settings, "bits", BITS), whole_number(settings, "group_size")
     fields = {field: f"{name}.{field}" for field in ("qweight", "qzeros", "scales")}
     words, rows = folder.field(fields["qweight"], ("I32",), (None, None)).shape
     groups = folder.field(fields["scales"], FLOATS, (None, rows)).shape[0]
+    columns = words * WORD_BITS // bits
     if f"{name}.g_idx" in folder.tensors:
         fields["g_idx"] = f"{name}.g_idx"
         columns = folder.field(fields["g_idx"], ("I32", "I64"), (None,)).shape[0]
-        own = next((b for b in (bits, *BITS) if stream_words(columns, b) == words), None)  # "dynamic" may change bits
-        if own is None:
-            raise CheckpointError(f"{name}.qweight: {words} words a column hold no {columns} codes of {bits} bits")
-        bits = own
-    else:
-        columns = words * WORD_BITS // bits
+    if stream_words(columns, bits) != words:
+        raise CheckpointError(f"{name}.qweight: {words} words a column hold no {columns} codes of {bits} bits")
     folder.field(fields["qzeros"], ("I32",), (groups, stream_words(rows, bits)))
     size = check_groups(name, group_size, groups, columns)
     return SourceLayer(name, (rows, columns), bits, size, fields, folder.bytes_of(fields))

@@ -182,15 +182,15 @@ def copy_surroundings(source: Path, target: Path) -> None:
 def check_groups(layer: str, group_size: int, groups: int, columns: int) -> int:
     """The group size of a layer with ``groups`` groups, -1 for one that spans the row.
 
-    group_size: what the configuration says. Raises CheckpointError where the two disagree.
+    group_size: what the configuration says; the row where it is no positive number. Raises CheckpointError where the
+    stored groups are others.
     """
-    if groups == 1:
-        return -1
-    if group_size > 0 and -(-columns // group_size) == groups:
-        return group_size
-    if groups > 0 and columns % groups == 0:
-        return columns // groups
-    raise CheckpointError(f"{layer}: {groups} groups of {group_size} do not divide its {columns} columns")
+    if groups != (-(-columns // group_size) if group_size > 0 else 1):
+        raise CheckpointError(
+            f"{layer}: is stored in {groups} groups, but quantization_config says group_size {group_size} for its "
+            f"{columns} columns; correct the number in config.json, or {COPY}"
+        )
+    return group_size if groups > 1 else -1
 
 
 def whole_number(document: Mapping[str, Any], name: str, known: tuple[int, ...] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,8 @@ def test_a_layer_may_have_bits_of_its_own(sources: Sources, tmp_path: Path) -> N
         sources.coded[name] = coded(shape, bits, seed=len(sources.coded), symmetric=True)
         return gptq_fields(sources.coded[name], bits)
 
-    source = write_source(sources.model, sources.out, _gptq(4), of)
+    document = _gptq(4) | {"dynamic": {f"+:^{re.escape(names[0])}$": {"bits": 8}}}
+    source = write_source(sources.model, sources.out, document, of)
     _assert_exact(sources, tmp_path / "out", convert_model(source, tmp_path / "out"))
     groups = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["groups"]
     assert sorted(group["spec"]["weight_bits"] for group in groups) == [4, 8]

@@ -209,13 +209,39 @@ def test_tensors_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed"])
+def test_a_group_size_that_is_not_the_stored_one_is_refused(
+    folders: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    def edit(document: dict[str, Any]) -> None:
+        for group in document.get("config_groups", {"": {"weights": document}}).values():
+            group["weights"]["group_size"] = 24
+
+    said = refusal("convert", _with_config(folders[name], tmp_path / "source", edit), "-o", tmp_path / "out")
+    assert "is stored in 2 groups, but quantization_config says group_size 24 for its 64 columns" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_dynamic_changes_what_the_configuration_says_of_a_layer(folders: dict[str, Path], tmp_path: Path) -> None:
+    def edit(document: dict[str, Any]) -> None:
+        document["dynamic"] = {"-:.*lm_head": {}, "+:.*decoder.*": {"group_size": document["group_size"]}}
+        document["group_size"] = 24
+
+    result = run("convert", _with_config(folders["gptq"], tmp_path / "source", edit), "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    wrong = _with_config(folders["gptq"], tmp_path / "wrong", lambda document: document.update(dynamic={"(": {}}))
+    assert "the pattern '(' is wrong" in refusal("convert", wrong, "-o", tmp_path / "other")
+
+
 def test_groups_that_do_not_divide_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         for field in ("scales", "qzeros"):
             tensors[f"{LAYER}.{field}"] = tensors[f"{LAYER}.{field}"][:1].repeat(3, 1)
 
     source = _with_tensors(folders["awq"], tmp_path / "source", edit)
-    assert "3 groups of 32 do not divide its 64 columns" in refusal("convert", source, "-o", tmp_path / "out")
+    assert "is stored in 3 groups, but quantization_config says group_size 32" in refusal(
+        "convert", source, "-o", tmp_path / "out"
+    )
 
 
 def test_the_method_is_looked_at_before_the_files(folders: dict[str, Path], tmp_path: Path) -> None:
