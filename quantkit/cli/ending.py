@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from quantkit.errors import OutputError, reason
 
 _STOPS = (signal.SIGTERM, signal.SIGHUP)
+_READER_GONE = 128 + signal.SIGPIPE
 
 
 @contextmanager
@@ -18,7 +19,8 @@ def ends_in_order() -> Iterator[None]:
     """While entered, SIGTERM and SIGHUP end the program as Ctrl-C does: half-written results are removed on the way.
 
     A signal that is ignored (under nohup) stays ignored. Raises OutputError, before anything is done, where stdout is
-    closed, and for results that cannot be printed.
+    closed, and for results that cannot be printed. Raises SystemExit, with a shell's status for SIGPIPE, where the
+    reader of a pipe has gone (``quantkit recipes | head -1``): it has what it wanted.
     """
     _fill_standard_streams()
     if sys.stdout is None:
@@ -29,6 +31,11 @@ def ends_in_order() -> Iterator[None]:
             signal.signal(number, signal.default_int_handler)
     try:
         yield
+        sys.stdout.flush()
+    except (BrokenPipeError, OutputError) as error:
+        if isinstance(error, OutputError) and not isinstance(error.__cause__, BrokenPipeError):
+            raise
+        raise SystemExit(_READER_GONE) from error
     except OSError as error:
         raise OutputError(f"{error.filename or 'standard output or a file'}: {reason(error)}") from error
     finally:
