@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError
 from quantkit.exchange.grid import Grid, check_zero
-from quantkit.exchange.source import Folder, Get, Layout, SourceLayer, check_groups, whole_number
+from quantkit.exchange.source import Folder, Get, Layout, SourceLayer, check_groups, other_groups, whole_number
 from quantkit.exchange.words import WORD_BITS, pack_stream, stream_words, unpack_stream
 from quantkit.formats.bcq import group_width
 
@@ -57,7 +57,9 @@ def _settings(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
             found = re.match(pattern.removeprefix("+:"), name)
         except re.error as error:
             raise CheckpointError(f"quantization_config: the pattern {pattern!r} is wrong ({error})") from error
-        if found and isinstance(own, Mapping):
+        if not isinstance(own, Mapping):
+            raise CheckpointError(f"quantization_config: dynamic says {own!r} of {pattern!r}, which is no mapping")
+        if found:
             return {**document, **own}
     return document
 
@@ -74,7 +76,7 @@ def _layer(folder: Folder, name: str, settings: Mapping[str, Any]) -> SourceLaye
     if stream_words(columns, bits) != words:
         raise CheckpointError(f"{name}.qweight: {words} words a column hold no {columns} codes of {bits} bits")
     folder.field(fields["qzeros"], ("I32",), (groups, stream_words(rows, bits)))
-    size = check_groups(name, group_size, groups, columns)
+    size = check_groups(name, group_size, groups, columns, ragged="g_idx" in fields)
     return SourceLayer(name, (rows, columns), bits, size, fields, folder.bytes_of(fields))
 
 
@@ -120,6 +122,9 @@ def _group_order(layer: SourceLayer, get: Get) -> Tensor:
     order = index[::width]
     if bool(((index < 0) | (index >= count)).any()):
         raise CheckpointError(f"{layer.name}.g_idx: names a group outside 0 to {count - 1}")
+    stored = int((index == index[0]).sum())
+    if stored != width and torch.equal(index, torch.arange(columns) // stored):
+        raise CheckpointError(other_groups(layer.name, f"has groups of {stored} columns", layer.group_size, columns))
     if not torch.equal(index, order.repeat_interleave(width)[:columns]):
         raise CheckpointError(
             f"{layer.name}.g_idx: the columns of a group are apart (desc_act), and quantkit's kernels read groups of "

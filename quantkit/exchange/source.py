@@ -179,18 +179,24 @@ def copy_surroundings(source: Path, target: Path) -> None:
             (target / path.name).write_bytes(path.read_bytes())
 
 
-def check_groups(layer: str, group_size: int, groups: int, columns: int) -> int:
+def check_groups(layer: str, group_size: int, groups: int, columns: int, *, ragged: bool = False) -> int:
     """The group size of a layer with ``groups`` groups, -1 for one that spans the row.
 
-    group_size: what the configuration says; the row where it is no positive number. Raises CheckpointError where the
-    stored groups are others.
+    group_size: what the configuration says; the row where it is no positive number. ragged: the last group may have
+    fewer columns, as the source names the group of each. Raises CheckpointError where the stored groups are others.
     """
-    if groups != (-(-columns // group_size) if group_size > 0 else 1):
-        raise CheckpointError(
-            f"{layer}: is stored in {groups} groups, but quantization_config says group_size {group_size} for its "
-            f"{columns} columns; correct the number in config.json, or {COPY}"
-        )
+    width = group_size if 0 < group_size < columns else columns
+    if groups != -(-columns // width) or (columns % width and not ragged):
+        raise CheckpointError(other_groups(layer, f"is stored in {groups} groups", group_size, columns))
     return group_size if groups > 1 else -1
+
+
+def other_groups(layer: str, stored: str, group_size: int, columns: int) -> str:
+    """The line for a layer whose tensors and configuration disagree."""
+    return (
+        f"{layer}: {stored}, but quantization_config says group_size {group_size} for its {columns} columns; correct "
+        f"the number in config.json, or {COPY}"
+    )
 
 
 def whole_number(document: Mapping[str, Any], name: str, known: tuple[int, ...] | None = None) -> int:

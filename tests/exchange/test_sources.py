@@ -209,16 +209,18 @@ def test_tensors_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("group_size", [24, 40])  # as many groups as are stored, of 40 and 24 columns, are others too
 @pytest.mark.parametrize("name", ["gptq", "awq", "compressed"])
 def test_a_group_size_that_is_not_the_stored_one_is_refused(
-    folders: dict[str, Path], tmp_path: Path, name: str
+    folders: dict[str, Path], tmp_path: Path, name: str, group_size: int
 ) -> None:
     def edit(document: dict[str, Any]) -> None:
         for group in document.get("config_groups", {"": {"weights": document}}).values():
-            group["weights"]["group_size"] = 24
+            group["weights"]["group_size"] = group_size
 
     said = refusal("convert", _with_config(folders[name], tmp_path / "source", edit), "-o", tmp_path / "out")
-    assert "is stored in 2 groups, but quantization_config says group_size 24 for its 64 columns" in said
+    stored = "has groups of 32 columns" if (name, group_size) == ("gptq", 40) else "is stored in 2 groups"
+    assert f"{stored}, but quantization_config says group_size {group_size} for its 64 columns" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -229,8 +231,18 @@ def test_dynamic_changes_what_the_configuration_says_of_a_layer(folders: dict[st
 
     result = run("convert", _with_config(folders["gptq"], tmp_path / "source", edit), "-o", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    wrong = _with_config(folders["gptq"], tmp_path / "wrong", lambda document: document.update(dynamic={"(": {}}))
-    assert "the pattern '(' is wrong" in refusal("convert", wrong, "-o", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "message"),
+    [({"(": {}}, "the pattern '(' is wrong"), ({"+:x": 8}, "says 8 of '+:x'"), ([1], "dynamic is [1]")],
+    ids=["pattern", "value", "list"],
+)
+def test_a_dynamic_that_cannot_be_read_is_refused(
+    folders: dict[str, Path], tmp_path: Path, dynamic: Any, message: str
+) -> None:
+    source = _with_config(folders["gptq"], tmp_path / "source", lambda document: document.update(dynamic=dynamic))
+    assert message in refusal("convert", source, "-o", tmp_path / "out")
 
 
 def test_groups_that_do_not_divide_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
