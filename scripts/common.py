@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import quantkit
+from quantkit.bench.report import commit
 from quantkit.cli.common import EXIT_USER_ERROR, one_line
 from quantkit.errors import BenchError, QuantkitError
 from quantkit.recipe import nearest
@@ -69,11 +70,11 @@ def command_line() -> str:
 
 
 def environment_of(device: str, *packages: str) -> dict[str, Any]:
-    """The device, the machine and the versions that the figures of a model's quality depend on."""
+    """The device, the machine, the commit and the versions that the figures of a model's quality depend on."""
     versions = {name: version(name) for name in ("torch", "transformers", *packages)}
     machine = torch.cuda.get_device_name() if device.startswith("cuda") else platform.machine()
     place = {"device": device, "machine": machine, "cores": os.cpu_count(), "python": platform.python_version()}
-    return {**place, "packages": {"quantkit": quantkit.__version__, **versions}}
+    return {**place, "commit": commit(), "packages": {"quantkit": quantkit.__version__, **versions}}
 
 
 def read_document(path: Path, empty: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "cupy": next((version for name in _CUPY_WHEELS if (version := _version(name))), "not installed"),
         "python": platform.python_version(),
         "quantkit": quantkit.__version__,
-        "commit": _commit(),
+        "commit": commit(),
     }
     if device.type == "cuda":
         facts |= {"driver": _driver(), "cuda": str(torch.version.cuda)}
@@ -54,7 +54,8 @@ def _output(command: Sequence[str]) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The commit of the checkout that runs, with "-dirty" where files were changed; "unknown" outside of one."""
     checkout = asset_folder("kernels").parent
     if not (checkout / ".git").exists():
         return "unknown"

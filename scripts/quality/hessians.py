@@ -72,7 +72,7 @@ def measure(recipe: str, groups: int, artifact: Calibration, context: tuple[Any,
     name, *settings = recipe.split("+")
     chosen = load_recipe(name, [*settings, *(["hessian=end_loss"] if groups else [])])
     started = time.perf_counter()
-    model, bits = quantized(chosen, original, artifact)
+    model, bits, _ = quantized(chosen, original, artifact)
     return {
         "recipe": recipe,
         "groups": groups,

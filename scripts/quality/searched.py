@@ -72,7 +72,7 @@ def measure(name: str, recipe: Recipe, artifact: Calibration, context: tuple[Any
     """One row."""
     original, tokenizer, text, options = context
     started = time.perf_counter()
-    model, bits = quantized(recipe, original, artifact)
+    model, bits, _ = quantized(recipe, original, artifact)
     seconds = time.perf_counter() - started
     (evaluation,) = scores(original, model, tokenizer, [text], options)
     row = {"recipe": name, "bits_per_weight": bits, "seconds": seconds, "evaluation": evaluation}

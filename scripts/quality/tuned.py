@@ -67,8 +67,8 @@ def quantized(
     *,
     tuning: TuneSettings | None = None,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Any, float]:
-    """A copy of the model with its Linears quantized, on the CPU, and their bits per weight.
+) -> tuple[Any, float, dict[str, Any]]:
+    """A copy of the model with its Linears quantized, on the CPU; their bits per weight; a report per tuned block.
 
     tuning: of each block, or None. dtype: what norms and biases would be stored in.
     Raises RecipeError for a recipe that edits the whole model first: here all of it is in memory, part after part.
@@ -84,9 +84,8 @@ def quantized(
     with passing_workspace({}) as pieces:
         done = quantize_blocks(work, pieces)
     stored = sum(8 * stored_bytes(layer.spec, layer.shape) for layer in done.stored.values())
-    return model.to("cpu", torch.float32), stored / sum(
-        layer.shape[0] * layer.shape[1] for layer in done.stored.values()
-    )
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in done.stored.values())
+    return model.to("cpu", torch.float32), stored / weights, done.tuned_blocks
 
 
 def scores(original: Any, model: Any, tokenizer: Any, texts: list[Corpus], options: argparse.Namespace) -> list[Any]:
@@ -117,7 +116,7 @@ def untuned(name: str, original: Any, artifact: Calibration, context: tuple[Any,
     tokenizer, texts, options = context
     row: dict[str, Any] = {"recipe": name, "environment": environment_of(options.device), "command": command_line()}
     started = time.perf_counter()
-    model, bits = quantized(load_recipe(*_parts(name)), original, artifact)
+    model, bits, _ = quantized(load_recipe(*_parts(name)), original, artifact)
     row |= {"bits_per_weight": bits, "quantize_seconds": time.perf_counter() - started, "tuning": None}
     return Untuned(name, model, row | {"evaluations": scores(original, model, tokenizer, texts, options)})
 
@@ -136,7 +135,7 @@ def tuned_row(
     recipe, dtype, started = load_recipe(*_parts(name)), stored_dtype(options.model), time.perf_counter()
     tuning: dict[str, Any] = {"settings": asdict(settings)}
     if settings.blocks:
-        model, _ = quantized(recipe, original, artifact, tuning=settings, dtype=dtype)
+        model, _, tuning["blocks"] = quantized(recipe, original, artifact, tuning=settings, dtype=dtype)
         started += before.row["quantize_seconds"]  # which stand for themselves
         tuning["block_seconds"] = time.perf_counter() - started
     else:

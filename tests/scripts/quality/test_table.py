@@ -42,6 +42,7 @@ def test_rows_say_where_and_how(
     assert first == kept
     assert row["recipe"] == "rtn-w4-g128+group_size=32"
     assert row["environment"]["device"] == "cpu"
+    assert row["environment"]["commit"]
     assert row["environment"]["packages"].keys() == {"quantkit", "torch", "transformers"}
     shown = " ".join(row["quantize_command"])
     assert "quantize tiny --recipe rtn-w4-g128 --set group_size=32 --calibration c.safetensors" in shown

@@ -39,6 +39,8 @@ def test_each_recipe_has_a_row_without_and_one_with_tuning(
     assert len({row["evaluations"][0]["mean_kl"] for row in (plain, after, blocks)}) == 3
     assert plain["recipe"] == "bcq-w2-g64+group_size=32"
     assert blocks["tuning"]["settings"]["blocks"] == 2
+    assert all(block["after"] <= block["before"] for block in blocks["tuning"]["blocks"].values())
+    assert len(blocks["tuning"]["blocks"]) == 2
     table = capsys.readouterr().out
     assert "| rtn-w4-g128+group_size=32 | no |" in table
     assert table.count("| yes |") == 2
