@@ -13,6 +13,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
+from hypothesis import settings
 
 from quantkit.calibration.artifact import save_calibration
 from quantkit.calibration.runner import calibrate
@@ -24,6 +25,11 @@ from tests.tiny import sample_text, save_tiny_model
 # variable is for the processes that tests start.
 if os.environ.setdefault("OMP_NUM_THREADS", "1") == "1":
     torch.set_num_threads(1)
+
+
+# The same examples in every run, however long one takes: a failure comes of the change, not of the day or the machine.
+settings.register_profile("quantkit", deadline=None, derandomize=True)
+settings.load_profile("quantkit")
 
 
 def _missing_for_cuda() -> str | None:

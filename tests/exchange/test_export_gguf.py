@@ -96,7 +96,7 @@ def test_q5_0_block_by_hand() -> None:
 
 
 @given(st.sampled_from(["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_blocks_read_and_written_are_the_same_bytes(kind: str, seed: int) -> None:
     """import(export(x)) == x, for blocks of random codes on grids that need their type."""
     block = BLOCK_TYPES[kind]

@@ -62,7 +62,7 @@ def test_integers_without_a_code_are_refused(value: int) -> None:
         values_to_codes(torch.tensor([1, value]), 4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     bits=st.integers(1, 8),
     step=st.floats(1e-3, 1e3),
@@ -104,7 +104,7 @@ def test_zero_is_exact_and_both_ends_are_reached() -> None:
     assert codes.amin(1).tolist() == [0, 0, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(bits=st.integers(1, 8), data=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=20))
 @example(bits=1, data=[2.0**-149])
 def test_codes_with_a_zero_are_within_a_step_of_the_nearest(bits: int, data: list[float]) -> None:

@@ -35,7 +35,7 @@ def test_take_slices_of_a_multiple_of_the_threshold_leaves_nothing_over() -> Non
     assert codes.tolist() == [[7, 7, 0]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 2**31),
     bits=st.sampled_from([4, 8]),

@@ -64,7 +64,7 @@ def dequantize(spec: Any, tensors: dict[str, Tensor], shape: tuple[int, int]) ->
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_a_shard_is_that_part_of_the_whole(spec: Any, data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 3)))

@@ -63,7 +63,7 @@ def test_two_level_weights_are_exact_with_one_bit() -> None:
     assert torch.equal(dequantize(packed), weight)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(bits=st.integers(1, 5), offset=st.booleans(), scale=st.sampled_from([1e-3, 1.0, 50.0]), seed=st.integers(0, 999))
 def test_no_group_is_worse_than_clipped_rounding(bits: int, offset: bool, scale: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
