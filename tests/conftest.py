@@ -13,7 +13,6 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
-from hypothesis import settings
 
 from quantkit.calibration.artifact import save_calibration
 from quantkit.calibration.runner import calibrate
@@ -28,8 +27,12 @@ if os.environ.setdefault("OMP_NUM_THREADS", "1") == "1":
 
 
 # The same examples in every run, however long one takes: a failure comes of the change, not of the day or the machine.
-settings.register_profile("quantkit", deadline=None, derandomize=True)
-settings.load_profile("quantkit")
+# The environments of make test-vllm and of GPU machines have no hypothesis, and run tests that need none.
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("quantkit", deadline=None, derandomize=True)
+    settings.load_profile("quantkit")
 
 
 def _missing_for_cuda() -> str | None:
