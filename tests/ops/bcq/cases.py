@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +17,25 @@ from quantkit.ops.bcq.layout import BcqTiles, tile
 BINARY, INT8, LEVEL, LUT, GEMM_MMA, GEMM, DEQUANTIZE = SOURCES
 KERNELS = (BINARY, INT8, LUT, GEMM, DEQUANTIZE)
 """Those of Hopper for the order for latency."""
+
+
+def weight_case(bits: int, n: int, k: int, group_size: int) -> Any:
+    """A row of a parametrized test of (bits, n, k, group_size)."""
+    return pytest.param(bits, n, k, group_size, id=f"q{bits}-{n}x{k}-g{group_size}")
+
+
+ODD_WEIGHTS = [
+    weight_case(1, 257, 1000, 32),
+    weight_case(2, 130, 777, 96),
+    weight_case(3, 1000, 1536, 64),
+    weight_case(4, 96, 256, 128),
+    weight_case(4, 2064, 4608, -1),
+    weight_case(5, 320, 1280, 128),
+    weight_case(6, 40, 2304, 256),
+    weight_case(7, 200, 1000, 64),
+    weight_case(8, 72, 3000, 32),
+]
+"""Tiles cut off in N and K, short last groups, one tile, K too long for few stages."""
 
 
 @dataclass(frozen=True)

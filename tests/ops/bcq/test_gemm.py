@@ -21,7 +21,7 @@ from quantkit.ops.bcq.instances import SEGMENTS, SOURCES, TILE_K
 from quantkit.ops.bcq.layout import BcqTiles
 from quantkit.ops.bcq.product import Product
 from quantkit.ops.epilogue import Epilogue, apply_epilogue
-from tests.ops.bcq.cases import GEMM_MMA, random_weight
+from tests.ops.bcq.cases import GEMM_MMA, ODD_WEIGHTS, random_weight
 from tests.ops.bcq.test_op import RTOL, TYPE_IDS, TYPES, reference, relative_error
 
 CUDA = torch.device("cuda")
@@ -31,19 +31,6 @@ BITS = range(1, 9)
 SHAPES = [(1, 1), (100, 16), (768, 48), (8016, 16)]  # n tiles, k tiles
 TOKENS = (1, 16, 17, 100, 4096)
 ODD_TOKENS = (1, 3, 5, 17, 33, 65, 130, 300)
-# planes, N, K, group size: tiles cut off in N and K, short last groups, one tile, K too long for few stages
-WEIGHTS = [
-    (1, 257, 1000, 32),
-    (2, 130, 777, 96),
-    (3, 1000, 1536, 64),
-    (4, 96, 256, 128),
-    (4, 2064, 4608, -1),
-    (5, 320, 1280, 128),
-    (6, 40, 2304, 256),
-    (7, 200, 1000, 64),
-    (8, 72, 3000, 32),
-]
-WEIGHT_IDS = [f"q{q}-{n}x{k}-g{g}" for q, n, k, g in WEIGHTS]
 GPUS = {"own": None, "mma": ARCHITECTURES[8, 0]}  # the warp products run on every generation
 
 
@@ -118,7 +105,7 @@ def _layouts(weight: BcqTiles, tokens: int, gpu: Gpu) -> list[GemmLayout]:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
-@pytest.mark.parametrize(("bits", "n", "k", "group_size"), WEIGHTS, ids=WEIGHT_IDS)
+@pytest.mark.parametrize(("bits", "n", "k", "group_size"), ODD_WEIGHTS)
 def test_every_layout_matches_fp64_and_repeats(
     bits: int, n: int, k: int, group_size: int, row: Architecture | None
 ) -> None:

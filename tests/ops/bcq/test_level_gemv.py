@@ -32,24 +32,11 @@ from quantkit.ops.bcq.level_gemv import (
 )
 from quantkit.ops.bcq.product import Product
 from quantkit.ops.epilogue import Epilogue, apply_epilogue
-from tests.ops.bcq.cases import LEVEL, random_weight
+from tests.ops.bcq.cases import LEVEL, ODD_WEIGHTS, random_weight, weight_case
 from tests.ops.bcq.test_op import RTOL, TYPE_IDS, TYPES, reference, relative_error
 
 CUDA = torch.device("cuda")
-# planes, N, K, group size: tiles cut off in N and K, short last groups, one tile, K in passes and in unequal halves
-WEIGHTS = [
-    (1, 257, 1000, 32),
-    (2, 130, 777, 96),
-    (3, 1000, 1536, 64),
-    (4, 96, 256, 128),
-    (4, 2064, 4608, -1),
-    (4, 80, 24700, 128),
-    (5, 320, 1280, 128),
-    (6, 40, 2304, 256),
-    (7, 200, 1000, 64),
-    (8, 72, 3000, 32),
-]
-WEIGHT_IDS = [f"q{q}-{n}x{k}-g{g}" for q, n, k, g in WEIGHTS]
+WEIGHTS = [*ODD_WEIGHTS, weight_case(4, 80, 24700, 128)]  # the last: K in passes and in unequal halves
 ODD_TOKENS = (1, 3, 8, 9, 16, 17, 33)
 
 
@@ -95,7 +82,7 @@ def _multiply(x: Tensor, weight: BcqTiles, bias: Tensor | None, layout: LevelLay
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("bits", "n", "k", "group_size"), WEIGHTS, ids=WEIGHT_IDS)
+@pytest.mark.parametrize(("bits", "n", "k", "group_size"), WEIGHTS)
 def test_every_layout_matches_fp64_and_repeats(bits: int, n: int, k: int, group_size: int) -> None:
     for number, tokens in enumerate(ODD_TOKENS):
         dtype, offset, scale_bits = TYPES[number % 2], number % 4 < 2, SCALE_BITS[number % 3 == 0]
