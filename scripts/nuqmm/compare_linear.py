@@ -1,10 +1,11 @@
 """One Linear at 1 to 4096 rows of activations: quantkit beside its peers, same GPU, same run, same timing rules.
 
 python scripts/nuqmm/compare_linear.py [--shapes 12288x12288,...] [--rows 1,2,...] [--methods nuqmm-q4-g128,...]
-    [--layouts latency,batch] [--peers fp8,tinygemm,humming-4] [--json FILE] [--update docs/bcq.md]
+    [--layouts latency,batch] [--peers fp8,tinygemm,humming-4,marlin] [--json FILE] [--update docs/bcq.md]
 
 fp16 is F.linear, fp8 torch._scaled_mm (e4m3 both sides), tinygemm torch._weight_int4pack_mm (bf16, 4 bits, g = 128),
-humming-N the PyPI package humming-kernels at N bits, g = 128 (compiled there by nvcc). Every result of ours is checked
+humming-N the PyPI package humming-kernels at N bits, g = 128 (compiled there by nvcc), marlin the extension of its
+authors' package (IST-DASLab/marlin, 4 bits, g = 128). Every result of ours is checked
 against fp64 before it is timed. --layouts: the orders of our weights in memory; "batch" lines are called so.
 """
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -39,6 +42,7 @@ CUDA = torch.device("cuda")
 GROUP = 128
 INNER_K_TILES = 8
 FP8_ROWS = 16  # at least, of torch._scaled_mm
+MARLIN_BLOCKS = 16  # of 64 rows at a time, at most: its own default
 MARK = "linear"
 FP16 = "fp16"
 Call = Callable[[], Any]
@@ -72,10 +76,8 @@ def tinygemm(shape: LinearShape) -> Product:
 
 def humming(shape: LinearShape, bits: int) -> Product:
     """A layer of the package, with its own kernels and choices."""
-    try:
-        from humming.layer import HummingLayer
-    except ImportError as error:
-        raise BenchError("peer humming: install it with pip install humming-kernels, or leave it out") from error
+    from humming.layer import HummingLayer
+
     config = {"dtype": f"uint{bits}", "group_size": GROUP}
     layer = HummingLayer(
         shape_n=shape.out_features, shape_k=shape.in_features, weight_config=config, torch_dtype=torch.float16
@@ -90,11 +92,43 @@ def humming(shape: LinearShape, bits: int) -> Product:
     return of
 
 
+def marlin(shape: LinearShape) -> Product:
+    """A weight of 4-bit codes in the authors' own kernel."""
+    import marlin_cuda
+
+    packed = torch.randint(
+        -(2**31), 2**31, (shape.in_features // 16, shape.out_features * 2), dtype=torch.int32, device=CUDA
+    )
+    scales = torch.rand(shape.in_features // GROUP, shape.out_features, dtype=torch.float16, device=CUDA)
+    workspace = torch.zeros(shape.out_features // 128 * MARLIN_BLOCKS, dtype=torch.int32, device=CUDA)
+
+    def of(rows: int) -> Call:
+        x = torch.randn(rows, shape.in_features, device=CUDA).half()
+        y = torch.empty(rows, shape.out_features, dtype=torch.float16, device=CUDA)
+        return lambda: marlin_cuda.mul(x, packed, y, scales, workspace, -1, -1, -1, MARLIN_BLOCKS)
+
+    return of
+
+
 PEERS: dict[str, tuple[Callable[[LinearShape], Product], float]] = {  # how to make one, and its bytes a weight
     "fp8": (fp8, 1.0),
     "tinygemm": (tinygemm, 0.5),
+    "marlin": (marlin, 0.5),
     **{f"humming-{bits}": (partial(humming, bits=bits), bits / 8) for bits in (2, 3, 4, 8)},
 }
+PACKAGES = {  # the module of a peer that is no part of torch, and where it comes from
+    "humming": ("humming", "pip install humming-kernels"),
+    "marlin": ("marlin_cuda", "install IST-DASLab/marlin from its sources"),
+}
+
+
+def peer_versions(peers: Sequence[str]) -> dict[str, str]:
+    """The versions of the peers that are packages. Raises BenchError where one is not installed."""
+    for name in peers:
+        module, install = PACKAGES.get(name.partition("-")[0], ("torch", ""))
+        if find_spec(module) is None:
+            raise BenchError(f"peer {name}: there is no module {module}; {install}, or leave it out")
+    return {"humming-kernels": version("humming-kernels")} if any(name.startswith("humming") for name in peers) else {}
 
 
 def peer_rows(name: str, shape: LinearShape, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -152,6 +186,7 @@ def main() -> None:
     needed_gpu()
     layouts: list[Any] = chosen("--layouts", options.layouts, get_args(Layout))
     rows = [int(number) for number in options.rows.split(",")]
+    place = environment(CUDA) | peer_versions(peers)
     entries: list[dict[str, Any]] = []
     for shape in parse_shapes(options.shapes):
         entries += own_rows(shape, options.methods.split(","), rows, layouts)
@@ -159,7 +194,7 @@ def main() -> None:
             entries += peer_rows(name, shape, rows)
             torch.cuda.empty_cache()
         print(markdown([entry for entry in entries if entry["shape"] == shape.name]), flush=True)
-        write_document(options.json, to_json(environment(CUDA), command=command_line(), entries=entries))
+        write_document(options.json, to_json(place, command=command_line(), entries=entries))
     replace_section(options.update, MARK, markdown(entries))
 
 
