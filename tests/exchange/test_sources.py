@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,19 @@ def test_tensors_that_do_not_fit_are_refused(folders: dict[str, Path], tmp_path:
     source = _with_tensors(folders[name], tmp_path / "source", edit)
     assert message in refusal("convert", source, "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_process_refuses_a_missing_tensor_in_one_line_and_writes_nothing(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    name, edit, message = TENSORS["no scales"]
+    source = _with_tensors(folders[name], tmp_path / "source", edit)
+    command = [sys.executable, "-m", "quantkit", "convert", str(source), "-o", str(tmp_path / "out")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert message in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 @pytest.mark.parametrize("group_size", [24, 40])  # as many groups as are stored, of 40 and 24 columns, are others too
