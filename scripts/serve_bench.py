@@ -30,6 +30,7 @@ import torch
 
 from quantkit.bench.flatten_layers import flatten_spec
 from quantkit.bench.methods import method_spec, with_head
+from quantkit.bench.report import commit
 from quantkit.bench.shapes import ModelShape, model_shape, shape_config
 from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, config_to_json
 from quantkit.errors import BenchError
@@ -145,7 +146,7 @@ def _environment() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"gpus": gpus, "python": sys.version.split()[0], "packages": versions}
+    return {"gpus": gpus, "python": sys.version.split()[0], "commit": commit(), "packages": versions}
 
 
 def _run(options: argparse.Namespace, shape: ModelShape, name: str, spec: Callable[[int, int], Any] | None) -> Any:
