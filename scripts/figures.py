@@ -30,7 +30,7 @@ SPEED_LINES = {  # what was measured: its name and colour here
     "nuqmm-q4-g128 batch": ("4 bits, order for batches", "#3182bd"),
     "nuqmm-q2-g128": ("2 bits, order for latency", "#9e9ac8"),
 }
-SERVING_FILE, SERVING_MODEL = "serving-peers-h200.json", "llama-3-8b"
+SERVING_FILE, SERVING_MODEL = "serving-compiled-h200.json", "llama-3-8b"
 SERVING_LINES = {  # a setting of scripts/serve_bench.py on one GPU: its name and colour here
     "fp16": ("fp16", "#555555"),
     "fp8": ("fp8", "#969696"),
