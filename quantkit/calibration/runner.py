@@ -29,7 +29,8 @@ from quantkit.models.watching import Watched, watch_block
 from quantkit.progress import track
 from quantkit.ranks import ALONE, Ranks
 from quantkit.stats import LayerStats
-from quantkit.storage.resume import Commits, Workspace, passing_workspace, shared_workspace
+from quantkit.storage.commits import Commits
+from quantkit.storage.resume import Workspace, passing_workspace, shared_workspace
 
 Keep = Callable[[Mapping[str, Any]], AbstractContextManager[Workspace]]
 """What a work is of -> where its finished pieces stand while it lasts."""

@@ -25,7 +25,8 @@ from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import fast_products
 from quantkit.progress import track
 from quantkit.ranks import Ranks
-from quantkit.storage.resume import Commits, Workspace
+from quantkit.storage.commits import Commits
+from quantkit.storage.resume import Workspace
 
 DTYPE = torch.bfloat16  # the range of fp32: gradients are small, and of very different sizes
 

@@ -37,7 +37,8 @@ from quantkit.runtime import int8_attention
 from quantkit.runtime import prefix as runtime_prefix
 from quantkit.runtime.expanded_weights import expanded
 from quantkit.stats import LayerStats
-from quantkit.storage.resume import Commits, Workspace
+from quantkit.storage.commits import Commits
+from quantkit.storage.resume import Workspace
 
 ATTENTION_WINDOWS = 8  # enough for the largest magnitudes
 HEAD_ROWS = 4096  # of the head, quantized at once: its quantizer holds several copies in fp32
@@ -57,11 +58,12 @@ def quantize_blocks(job: BlockWork, work: Workspace) -> Done:
 
 
 def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
-    done, stream, last = Done(), job.stream, len(job.stream.blocks) - 1
+    done, stream, last, begun = Done(), job.stream, len(job.stream.blocks) - 1, work.finished
     with Commits(work, job.ranks, stream.device) as commits:
-        inputs, ahead = _quantize_outside(job, work, commits)
-        job.ranks.collect(None)  # the first rank's pieces are read by all
-        for number in range(work.finished):
+        inputs, ahead, outside = _quantize_outside(job, work, commits)
+        if not begun:
+            done.add(outside.to_json())
+        for number in range(begun):
             earlier = Done()
             earlier.add(work.document(number))
             install_layers(
@@ -69,7 +71,7 @@ def _quantize_blocks(job: BlockWork, work: Workspace) -> Done:
             )
             _install_prefix(job, number - 1)
             done.add(earlier.to_json())
-        for index in track(range(work.finished - 1, last + 1), "quantizing blocks"):
+        for index in track(range(max(0, begun - 1), last + 1), "quantizing blocks"):
             part, following = Done(), None
             if inputs is not None and (index < last or job.tunes_blocks):
                 hidden = inputs.hidden
@@ -101,10 +103,10 @@ def _install_prefix(job: BlockWork, index: int) -> None:
 
 def _quantize_outside(
     job: BlockWork, work: Workspace, commits: Commits
-) -> tuple[BlockInputs | None, PrefixPass | None]:
+) -> tuple[BlockInputs | None, PrefixPass | None, Done]:
     """The piece before the blocks: what is outside them, edited by the methods.
 
-    Returns what flows into the next block: of the text, and of the prefix.
+    Returns what flows into the next block, of the text and of the prefix, and what was done.
 
     The methods' edit may change the model's structure (untie its head), so a run that goes on makes it again. A head
     that is quantized has a tensor of its own; where it was tied, the embedding keeps the weight.
@@ -126,8 +128,7 @@ def _quantize_outside(
             packed = {} if head is None else _quantize_head(job, head, part)
             tensors = {name: _stored(tensor, job.dtype, packed) for name, tensor in _stored_part(stream, None).items()}
             commits.commit(tensors, part.to_json(), None if inputs is None else inputs.hidden)
-            commits.wait()
-    return inputs, ahead
+    return inputs, ahead, part
 
 
 def _quantize_head(job: BlockWork, name: str, part: Done) -> dict[int, Tensor]:
@@ -155,7 +156,7 @@ def _quantize_head(job: BlockWork, name: str, part: Done) -> dict[int, Tensor]:
 def _stored(tensor: Tensor, dtype: torch.dtype, packed: Mapping[int, Tensor]) -> Tensor:
     """What is written of a tensor outside the blocks: the format's own as they are, other floats in ``dtype``."""
     own = tensor.data_ptr() in packed or not tensor.is_floating_point()
-    return tensor.to("cpu", tensor.dtype if own else dtype)
+    return (tensor if own else tensor.to(dtype)).cpu()  # in one step a GPU's would be converted by the CPU
 
 
 def _is_packed(stream: ModelStream, name: str) -> bool:

@@ -30,8 +30,10 @@ from transformers.modeling_utils import LoadStateDictConfig
 from quantkit.errors import ModelError, refusing
 from quantkit.models.experts import fused_again, separate_experts
 from quantkit.models.families import decoder_blocks
+from quantkit.storage.tensors import TORCH_DTYPES, TensorFile, read_header, read_into
 
 _WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
+_READING = 4  # threads that read the weights of a block
 
 
 @runtime_checkable
@@ -67,8 +69,7 @@ class ModelStream:
         """The decoder block, with its weights while this is entered. Modules put into it meanwhile stay, empty."""
         prefix, block = self.blocks[index]
         with self._resident(prefix):
-            if self._reader is not None and self.device.type == "cuda" and index + 1 < len(self.blocks):
-                self._reader.read_ahead(self._part_keys(self.blocks[index + 1][0]))
+            self._read_ahead(index + 1)
             yield block
 
     @contextmanager
@@ -81,8 +82,9 @@ class ModelStream:
 
     def parts(self) -> Iterator[str | None]:
         """None for what is outside the blocks, then each block's name; every part is there until the next."""
-        for prefix in (None, *(name for name, _ in self.blocks)):
+        for index, prefix in enumerate((None, *(name for name, _ in self.blocks))):
             with self._resident(prefix):
+                self._read_ahead(index)
                 yield prefix
 
     def owner(self, name: str) -> str | None:
@@ -95,6 +97,11 @@ class ModelStream:
     def part_tensors(self, prefix: str | None) -> dict[str, Tensor]:
         """The state dict's entries of one part."""
         return {name: tensor for name, tensor in self.model.state_dict().items() if self.owner(name) == prefix}
+
+    def _read_ahead(self, index: int) -> None:
+        """Begin to read a block, if there is one, for a GPU."""
+        if self._reader is not None and self.device.type == "cuda" and index < len(self.blocks):
+            self._reader.read_ahead(self._part_keys(self.blocks[index][0]))
 
     @contextmanager
     def _resident(self, prefix: str | None) -> Iterator[None]:
@@ -171,6 +178,8 @@ class WeightReader:
             tensors: dict[str, Any] = self._read_before(keys) or _open_tensors(
                 {key: self._files[key] for key in keys}, stack
             )
+            if device.type == "cuda":  # in the files' dtypes: the loader's copies would convert on the CPU
+                tensors = {key: tensor[...].to(device, non_blocking=True) for key, tensor in tensors.items()}
             config = LoadStateDictConfig(
                 device_map={"": device}, dtype=model.dtype, weight_mapping=copy.deepcopy(self._mapping)
             )
@@ -195,8 +204,24 @@ class WeightReader:
 
 
 def _pinned(files: Mapping[str, Path]) -> dict[str, Tensor]:
+    """Each key's tensor in pinned memory; safetensors files are read, for the page faults of a map cost more."""
+    mapped = {key: path for key, path in files.items() if path.suffix == ".bin"}
+    headers = {
+        path: read_header(path, f"model file {path}", ModelError) for path in {*files.values()} - {*mapped.values()}
+    }
     with ExitStack() as stack:
-        return {key: tensor[...].pin_memory() for key, tensor in _open_tensors(files, stack).items()}
+        found = {key: tensor[...].pin_memory() for key, tensor in _open_tensors(mapped, stack).items()}
+        pool = stack.enter_context(ThreadPoolExecutor(_READING))
+        reading = {key: pool.submit(_read_pinned, headers[files[key]], key) for key in files if key not in mapped}
+        return found | {key: read.result() for key, read in reading.items()}
+
+
+def _read_pinned(file: TensorFile, key: str) -> Tensor:
+    stored = file.tensors[key]
+    tensor = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], pin_memory=True)
+    with refusing(f"model file {file.path} cannot be read", ModelError):
+        read_into(tensor, file, key)
+    return tensor
 
 
 def structure(model: Any) -> Any:

@@ -7,7 +7,9 @@ Beside the place of a result, while it is being made, stands a hidden folder:
   state-00008                the tensor that piece 8 starts from, where pieces hand one on
 
 A piece counts once its file stands under its name: it is written under another, through to the disk, and renamed. The
-state that the next piece starts from is on the disk before, and its digest is in the piece's document.
+state that the next piece starts from is on the disk before, and its digest is in the piece's document. States that are
+held in memory, as a GPU's are, are gigabytes that take longer to write than a piece to work out: they are saved now and
+then (commits.py). A later run goes on from the last piece whose state was saved and makes those behind it again.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -33,19 +35,29 @@ from quantkit.ranks import Ranks
 from quantkit.storage.documents import parse_json, read_json
 from quantkit.storage.output import sync
 from quantkit.storage.place import hidden
-from quantkit.storage.tensors import TensorFile, Verification, read_header, tensor_digest, write_tensors
+from quantkit.storage.tensors import (
+    TensorFile,
+    Verification,
+    raw_bytes,
+    read_header,
+    tensor_digest,
+    write_at,
+    write_tensors,
+)
 
 _IDENTITY = "identity.json"
 _DOCUMENT = "quantkit.piece"
 _AGAIN = "`restart` begins anew"
-_COPYING = 4  # threads that copy a GPU's state to its file
+UNSAVED = "unsaved"
+"""In the place of the digest of a state that was not saved."""
+_COPYING = 8  # threads that write a state that is held in memory: one copies slower than a disk takes it
 
 
 class Workspace:
-    """The pieces of one work. finished: how many stand, from the first on."""
+    """The pieces of one work. finished: how many stand, from the first on. kept: as many a later run goes on behind."""
 
     def __init__(self, folder: Path, finished: int):
-        self.folder, self.finished = folder, finished
+        self.folder, self.finished, self.kept = folder, finished, finished
 
     def document(self, number: int) -> Any:
         """What was committed with a finished piece, beside its tensors."""
@@ -79,18 +91,35 @@ class Workspace:
         """Remove what ``state`` made; the tensor stays while it is held."""
         self._state(number).unlink(missing_ok=True)
 
-    def commit(self, tensors: Mapping[str, Tensor], document: Any, state: Tensor | None = None) -> None:
-        """Finish the next piece. state: what the piece behind it starts from, made by ``state``.
+    def seal_state(self, number: int, state: Tensor) -> str:
+        """The digest of a state that ``state`` made and that is complete, once it is on the disk."""
+        with refusing(f"unfinished work in {self.folder} cannot be written", OutputError):
+            sync(self._state(number))
+            return _state_digest(state)
+
+    def save_rows(self, number: int, state: Tensor, rows: Sequence[int]) -> dict[int, str]:
+        """Write rows of a state that is held in memory, on any device, to its file; the digest of each.
+
+        Raises OutputError where the disk does not take them.
+        """
+        with refusing(f"hidden states in {self.folder} cannot be written", OutputError):
+            descriptor = os.open(self._state(number), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                with ThreadPoolExecutor(_COPYING) as pool:
+                    digests = list(pool.map(partial(_save_row, descriptor, state), rows))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        return dict(zip(rows, digests, strict=True))
+
+    def commit(self, tensors: Mapping[str, Tensor], document: Any, state: str | None = None) -> None:
+        """Finish the next piece. state: the digest of what the piece behind it starts from; None where it needs none.
 
         Raises OutputError where the disk does not take it.
         """
         number = self.finished
         with refusing(f"unfinished work in {self.folder} cannot be written", OutputError):
-            digest = None
-            if state is not None:
-                sync(self._state(number + 1))
-                digest = _state_digest(state)
-            held = {"document": document, "state": digest}
+            held = {"document": document, "state": state}
             new = self.folder / "piece.new"
             new.unlink(missing_ok=True)
             write_tensors(new, tensors, {_DOCUMENT: json.dumps(held)})
@@ -98,12 +127,29 @@ class Workspace:
             new.rename(self.piece(number))
             sync(self.folder)
             self.finished += 1
-            self.discard(number)
+            if state != UNSAVED:
+                self.kept = self.finished
+                self._discard_to(number)
 
     def check_state(self, state: Tensor) -> None:
         """Raise OutputError unless the state is what the last finished piece left."""
-        if _document(self._header(self.finished - 1))["state"] != _state_digest(state):
+        if self._handed_on(self.finished - 1) != _state_digest(state):
             raise OutputError(f"unfinished work in {self.folder}: its state is not what was written; {_AGAIN}")
+
+    def go_back(self) -> None:
+        """Drop the pieces behind the last one that a run goes on behind."""
+        while self.finished and self._handed_on(self.finished - 1) == UNSAVED:
+            self.finished -= 1
+            self.piece(self.finished).unlink()
+        self.kept = self.finished
+
+    def _handed_on(self, number: int) -> Any:
+        return _document(self._header(number))["state"]
+
+    def _discard_to(self, number: int) -> None:
+        for earlier in self.folder.glob("state-*"):
+            if int(earlier.name.removeprefix("state-")) <= number:
+                earlier.unlink()
 
     def piece(self, number: int) -> Path:
         """The file of a finished piece."""
@@ -135,8 +181,8 @@ def workspace(place: Path, identity: Mapping[str, Any], *, restart: bool) -> Ite
     try:
         yield work
     except BaseException:
-        if work.finished:
-            say(f"{work.finished} finished pieces stay in {folder}; run the same command again to go on, or remove it")
+        if work.kept:
+            say(f"{work.kept} finished pieces stay in {folder}; run the same command again to go on, or remove it")
         else:
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -155,86 +201,6 @@ def shared_workspace(ranks: Ranks, opened: Callable[[], AbstractContextManager[W
 
         folder, finished = ranks.lead(enter)
         yield own[0] if own else Workspace(folder, finished)
-
-
-class Commits:
-    """Commits pieces one after the other; with a GPU in a thread, while the next is worked on.
-
-    Every rank hands in each piece. The first one writes it, when all have written their windows of its state.
-    """
-
-    def __init__(self, work: Workspace, ranks: Ranks, device: torch.device):
-        self._work, self._ranks, self._device, self._number = work, ranks, device, work.finished
-        self._pool = ThreadPoolExecutor(1) if device.type == "cuda" else None
-        self._pending: Future[None] | None = None
-
-    def __enter__(self) -> Commits:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _error: Any, _trace: Any) -> None:
-        try:
-            with nullcontext() if kind is None else suppress(OutputError):  # the first error is what is told
-                self.wait()
-        finally:
-            if self._pool is not None:
-                self._pool.shutdown()
-
-    def commit(self, tensors: Mapping[str, Tensor], document: Any, state: Tensor | None = None) -> None:
-        """Finish the next piece, on the CPU. state: what the piece behind it starts from, on the GPU or in its file.
-
-        Raises OutputError where the disk does not take this piece or the one before.
-        """
-        self.wait()
-        self._number += 1
-        place = state
-        if state is not None and state.device.type != "cpu":
-            place = self._work.state(self._number, tuple(state.shape), state.dtype)
-        if place is not state and self._ranks.count > 1:
-            self._fill(place, state, None)
-            state = place
-        self._ranks.collect(None)
-        if not self._ranks.leads:
-            self._work.finished += 1
-        elif self._pool is None:
-            self._work.commit(tensors, document, place)
-        else:
-            written = torch.cuda.Event()
-            written.record(torch.cuda.current_stream(self._device))
-            self._pending = self._pool.submit(self._write, tensors, document, place, state, written)
-
-    def wait(self) -> None:
-        """Until the last piece is finished. Raises OutputError where the disk did not take it."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def _write(
-        self, tensors: Mapping[str, Tensor], document: Any, place: Tensor | None, state: Tensor | None, written: Any
-    ) -> None:
-        if place is not state:
-            self._fill(place, state, written)
-        self._work.commit(tensors, document, place)
-
-    def _fill(self, place: Tensor | None, state: Tensor | None, written: Any) -> None:
-        """Copy this rank's windows to their file, beside what else the GPU does."""
-        assert place is not None
-        assert state is not None
-        if written is None:
-            torch.cuda.synchronize(self._device)
-        else:
-            written.synchronize()
-        copied = partial(_copy_window, place, state)
-        with ThreadPoolExecutor(_COPYING) as pool:  # one thread fills a mapped file slower than a disk takes it
-            list(pool.map(copied, self._ranks.own(len(state))))
-
-
-def _copy_window(place: Tensor, state: Tensor, number: int) -> None:
-    """One window of a GPU's state to its file, on a stream of its own and through memory that the GPU writes to."""
-    with torch.cuda.device(state.device), torch.cuda.stream(torch.cuda.Stream(state.device)):
-        held = torch.empty(state.shape[1:], dtype=state.dtype, pin_memory=True)
-        held.copy_(state[number], non_blocking=True)
-        torch.cuda.current_stream(state.device).synchronize()
-        place[number].copy_(held)
 
 
 @contextmanager
@@ -267,6 +233,7 @@ def _finished_pieces(folder: Path, identity: Mapping[str, Any]) -> int:
     )
     if compared != sum(len(file.tensors) for file in files):
         raise OutputError(f"unfinished work in {folder}: its pieces hold no digests; {_AGAIN}")
+    work.go_back()
     return work.finished
 
 
@@ -283,7 +250,23 @@ def _document(file: TensorFile) -> Any:
     return parse_json(file.metadata.get(_DOCUMENT, "null"), f"unfinished work: {file.path}", OutputError)
 
 
+def _save_row(descriptor: int, state: Tensor, number: int) -> str:
+    """Write one row to its place in the file; its digest. A GPU's comes on a stream of its own."""
+    row = state[number]
+    if row.is_cuda:
+        with torch.cuda.device(state.device), torch.cuda.stream(torch.cuda.Stream(state.device)):
+            row = torch.empty(row.shape, dtype=row.dtype, pin_memory=True).copy_(row, non_blocking=True)
+            torch.cuda.current_stream(state.device).synchronize()
+    write_at(descriptor, raw_bytes(row), number * row.numel() * row.itemsize)
+    return tensor_digest(row)
+
+
 def _state_digest(state: Tensor) -> str:
     """One digest of the digests of the state's rows, which several threads take."""
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        return sha256("".join(pool.map(tensor_digest, state.unbind())).encode()).hexdigest()
+        return digest_of_rows(pool.map(tensor_digest, state.unbind()))
+
+
+def digest_of_rows(digests: Iterable[str]) -> str:
+    """The digest of a state whose rows have these."""
+    return sha256("".join(digests).encode()).hexdigest()

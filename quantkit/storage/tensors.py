@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,14 @@ DTYPES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPES.items()}
 FLOATS = frozenset(name for dtype, name in DTYPES.items() if dtype.is_floating_point)
 _READ_BYTES = 1 << 20  # between two updates of a digest: it lies in the processor's cache when it is hashed
 _RUN_BYTES = 1 << 25  # of one task: opening and starting cost little beside it
 _MOST_THREADS = 16
 _ALIGNMENT = 8
+_COPYING = 8  # threads that put a file together
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     with path.open("xb") as file:
         file.write(file_header(ordered, metadata, digests))
         for tensor in ordered.values():
-            file.write(_raw(tensor))
+            file.write(raw_bytes(tensor))
 
 
 def copy_tensors(
@@ -107,14 +110,44 @@ def copy_tensors(
     tensors: their shapes and dtypes, on the meta device. sources: by name, the file that holds the tensor.
     """
     ordered = in_file_order(tensors)
-    digests = {name: sources[name].digests[name] for name in ordered}
+    header = file_header(ordered, metadata, {name: sources[name].digests[name] for name in ordered})
+    starts = accumulate((tensor.numel() * tensor.itemsize for tensor in ordered.values()), initial=len(header))
+    with path.open("xb") as file, ThreadPoolExecutor(_COPYING) as pool:
+        write_at(file.fileno(), header, 0)
+        copies = (
+            pool.submit(_copy, sources[name], name, file.fileno(), start)
+            for name, start in zip(ordered, starts, strict=False)
+        )
+        for copy in list(copies):
+            copy.result()
+
+
+def _copy(source: TensorFile, name: str, descriptor: int, start: int) -> None:
     room = memoryview(bytearray(_READ_BYTES))
-    with path.open("xb") as file:
-        file.write(file_header(ordered, metadata, digests))
-        for name in ordered:
-            with sources[name].path.open("rb", buffering=0) as source:
-                for part in _stored_bytes(source, sources[name].tensors[name], room):
-                    file.write(part)
+    with source.path.open("rb", buffering=0) as stream:
+        for part in _stored_bytes(stream, source.tensors[name], room):
+            write_at(descriptor, part, start)
+            start += len(part)
+
+
+def write_at(descriptor: int, content: bytes | memoryview, start: int) -> None:
+    """Write all of the bytes to a place in a file; raises OSError."""
+    left = memoryview(content)
+    while left:
+        written = os.pwrite(descriptor, left, start)
+        left, start = left[written:], start + written
+
+
+def read_into(room: Tensor, file: TensorFile, name: str) -> None:
+    """Read a tensor of a file into one of its shape and dtype in memory; raises OSError, also where the file ends."""
+    left, start = raw_bytes(room), file.tensors[name].start
+    with file.path.open("rb", buffering=0) as stream:
+        stream.seek(start)
+        while left:
+            count = stream.readinto(left)
+            if not count:
+                raise OSError(f"it ends within {name}")
+            left = left[count:]
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -139,7 +172,7 @@ def file_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], dige
 def tensor_digest(tensor: Tensor) -> str:
     """The digest of a tensor in memory."""
     digest = _started(DTYPES[tensor.dtype], tuple(tensor.shape))
-    digest.update(_raw(tensor))
+    digest.update(raw_bytes(tensor))
     return digest.hexdigest()
 
 
@@ -270,7 +303,7 @@ def _started(dtype: str, shape: tuple[int, ...]) -> xxhash.xxh3_128:
     return xxhash.xxh3_128(f"{dtype} {list(shape)}\n".encode())
 
 
-def _raw(tensor: Tensor) -> memoryview:
+def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor as they are stored; on the CPU without a copy."""
     flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)

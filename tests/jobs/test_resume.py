@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quantkit.models.stream import ModelStream
 from quantkit.storage.resume import Workspace
@@ -118,6 +119,93 @@ def test_calibrating_goes_on_to_the_same_bytes(
     again = run(*command, "-o", parts)
     assert f"{pieces} pieces are finished" in again.stderr
     assert parts.read_bytes() == whole.read_bytes()
+    assert names_in(tmp_path) == ["parts.safetensors", "whole.safetensors"]
+
+
+def hold_in_memory(monkeypatch: pytest.MonkeyPatch, saved: int) -> None:
+    """Hidden states are held in memory, as on a GPU; those behind the first ``saved`` pieces are saved, no others."""
+
+    def room(_device: Any, _work: Any, _number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    for module in ("models.streaming", "calibration.runner", "jobs.quantize_blocks"):
+        monkeypatch.setattr(f"quantkit.{module}.state_room", room)
+    commit = Workspace.commit
+
+    def counted(self: Workspace, *arguments: Any) -> None:
+        commit(self, *arguments)
+        if self.finished >= saved:
+            monkeypatch.setattr("quantkit.storage.commits.SAVE_SECONDS", 1e9)
+
+    monkeypatch.setattr("quantkit.storage.commits.SAVE_SECONDS", 0 if saved else 1e9)
+    monkeypatch.setattr(Workspace, "commit", counted)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "saved", "kept"),
+    [(2, 2, 2), (2, 1, 1), (2, 0, 0), (3, 1, 3), (3, 0, 3)],
+    ids=["last-state-saved", "earlier-state-saved", "no-state-saved", "all-finished", "all-finished-none-saved"],
+)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_quantizing_goes_on_from_the_last_hidden_states_that_were_saved(
+    family: str,
+    pieces: int,
+    saved: int,
+    kept: int,
+    tiny_model: TinyModel,
+    calibrated: Calibrated,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    command = ["quantize", tiny_model(family), "--recipe", "bcq-w4-g128-comp", "--calibration", calibrated(family)]
+    assert run(*command, "-o", tmp_path / "whole").exit_code == 0
+    with monkeypatch.context() as patch:
+        hold_in_memory(patch, saved)
+        cut_short(patch, pieces, interrupt)
+        cut = run(*command, "-o", tmp_path / "parts")
+    assert (f"{kept} finished pieces stay in" in cut.stderr) == (kept > 0)
+    quantized = blocks_read(monkeypatch)
+    again = run(*command, "-o", tmp_path / "parts")
+    assert again.exit_code == 0, again.stderr
+    assert (f"{kept} pieces are finished" in again.stderr) == (kept > 0)
+    assert quantized == list(range(max(0, kept - 1), 2))
+    assert folder_content(tmp_path / "parts") == folder_content(tmp_path / "whole")
+    assert names_in(tmp_path) == ["parts", "whole"]
+
+
+@pytest.mark.parametrize("saved", [0, 1], ids=["none-saved", "first-saved"])
+@pytest.mark.parametrize("command", ["calibrate", "quantize"])
+def test_a_run_that_was_killed_between_saves_goes_on_to_the_same_bytes(
+    command: str,
+    saved: int,
+    tiny_model: TinyModel,
+    calibrated: Calibrated,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pieces = 1 if command == "calibrate" else 2
+    if command == "calibrate":
+        arguments = [command, tiny_model("opt"), "--text", text_file, "--seq-len", 32, "--windows", 4]
+    else:
+        arguments = [command, tiny_model("opt"), "--recipe", "bcq-w4-g128-comp", "--calibration", calibrated("opt")]
+    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+    assert run(*arguments, "-o", whole).exit_code == 0
+    child = os.fork()
+    if not child:
+        hold_in_memory(monkeypatch, saved)
+        cut_short(monkeypatch, pieces, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        run(*arguments, "-o", parts)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    hold_in_memory(monkeypatch, 0)
+    again = run(*arguments, "-o", parts)
+    assert again.exit_code == 0, again.stderr
+    assert ("going on" in again.stderr) == (saved > 0)
+    if command == "calibrate":
+        assert parts.read_bytes() == whole.read_bytes()
+    else:
+        assert folder_content(parts) == folder_content(whole)
     assert names_in(tmp_path) == ["parts.safetensors", "whole.safetensors"]
 
 
