@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,7 +34,8 @@ from quantkit.models.families import decoder_blocks
 from quantkit.storage.tensors import TORCH_DTYPES, TensorFile, read_header, read_into
 
 _WEIGHT_NAMES = ("model.safetensors", "pytorch_model.bin")
-_READING = 4  # threads that read the weights of a block
+_READING = 4  # threads that read weights for a GPU
+_READ_BYTES = 1 << 24  # of the pinned memory of each
 
 
 @runtime_checkable
@@ -101,7 +103,7 @@ class ModelStream:
     def _read_ahead(self, index: int) -> None:
         """Begin to read a block, if there is one, for a GPU."""
         if self._reader is not None and self.device.type == "cuda" and index < len(self.blocks):
-            self._reader.read_ahead(self._part_keys(self.blocks[index][0]))
+            self._reader.read_ahead(self._part_keys(self.blocks[index][0]), self.device)
 
     @contextmanager
     def _resident(self, prefix: str | None) -> Iterator[None]:
@@ -175,11 +177,8 @@ class WeightReader:
         """Give the parameters that the keys become their values, on the device, in the dtypes that the model has."""
         used = model._weight_conversions  # of the whole model: it says how weights are named when they are written
         with ExitStack() as stack:
-            tensors: dict[str, Any] = self._read_before(keys) or _open_tensors(
-                {key: self._files[key] for key in keys}, stack
-            )
-            if device.type == "cuda":  # in the files' dtypes: the loader's copies would convert on the CPU
-                tensors = {key: tensor[...].to(device, non_blocking=True) for key, tensor in tensors.items()}
+            files = {key: self._files[key] for key in keys}
+            tensors = self._read_on_gpu(files, device) if device.type == "cuda" else _open_tensors(files, stack)
             config = LoadStateDictConfig(
                 device_map={"": device}, dtype=model.dtype, weight_mapping=copy.deepcopy(self._mapping)
             )
@@ -190,38 +189,53 @@ class WeightReader:
             if loaded.intersection(names):
                 _tie(model, names)
 
-    def read_ahead(self, keys: list[str]) -> None:
-        """Begin to read what the next load will ask for, into memory that a GPU copies from without help."""
+    def read_ahead(self, keys: list[str], device: torch.device) -> None:
+        """Begin to read what the next load will ask for to a GPU, in the files' dtypes."""
         if self._ahead is None or self._ahead[0] != keys:
-            self._ahead = (keys, self._pool.submit(_pinned, {key: self._files[key] for key in keys}))
+            files = {key: self._files[key] for key in keys}
+            self._ahead = (keys, self._pool.submit(_on_gpu, files, device))
 
-    def _read_before(self, keys: list[str]) -> dict[str, Tensor] | None:
-        if self._ahead is None or self._ahead[0] != keys:
-            return None
-        _, reading = self._ahead
-        self._ahead = None
-        return reading.result()
+    def _read_on_gpu(self, files: Mapping[str, Path], device: torch.device) -> dict[str, Tensor]:
+        """What was read ahead, or is read now. The loader converts it there: from the CPU its copies convert first."""
+        if self._ahead is not None and self._ahead[0] == list(files):
+            tensors = self._ahead[1].result()
+            self._ahead = None
+        else:
+            tensors = _on_gpu(files, device)
+        for tensor in tensors.values():
+            tensor.record_stream(torch.cuda.current_stream(device))  # which uses what another stream made
+        return tensors
 
 
-def _pinned(files: Mapping[str, Path]) -> dict[str, Tensor]:
-    """Each key's tensor in pinned memory; safetensors files are read, for the page faults of a map cost more."""
+def _on_gpu(files: Mapping[str, Path], device: torch.device) -> dict[str, Tensor]:
+    """Each key's tensor on a GPU, in its file's dtype. safetensors files are read: page faults of a map cost more."""
     mapped = {key: path for key, path in files.items() if path.suffix == ".bin"}
-    headers = {
-        path: read_header(path, f"model file {path}", ModelError) for path in {*files.values()} - {*mapped.values()}
-    }
-    with ExitStack() as stack:
-        found = {key: tensor[...].pin_memory() for key, tensor in _open_tensors(mapped, stack).items()}
-        pool = stack.enter_context(ThreadPoolExecutor(_READING))
-        reading = {key: pool.submit(_read_pinned, headers[files[key]], key) for key in files if key not in mapped}
+    paths = {*files.values()} - {*mapped.values()}
+    headers = {path: read_header(path, f"model file {path}", ModelError) for path in paths}
+    with ExitStack() as stack, ThreadPoolExecutor(_READING) as pool:
+        found = {key: tensor.to(device) for key, tensor in _open_tensors(mapped, stack).items()}
+        reading = {key: pool.submit(_read, headers[files[key]], key, device) for key in files if key not in mapped}
         return found | {key: read.result() for key, read in reading.items()}
 
 
-def _read_pinned(file: TensorFile, key: str) -> Tensor:
+def _read(file: TensorFile, key: str, device: torch.device) -> Tensor:
+    """One tensor, by way of a little pinned memory, beside what else the GPU does."""
     stored = file.tensors[key]
-    tensor = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], pin_memory=True)
-    with refusing(f"model file {file.path} cannot be read", ModelError):
-        read_into(tensor, file, key)
+    with torch.cuda.stream(_reading_stream(device)):
+        tensor = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], device=device)
+        content = tensor.view(-1).view(torch.uint8)
+        room = torch.empty(min(len(content), _READ_BYTES), dtype=torch.uint8, pin_memory=True)
+        with refusing(f"model file {file.path} cannot be read", ModelError):
+            for start in range(0, len(content), _READ_BYTES):
+                part = content[start : start + _READ_BYTES]
+                read_into(room[: len(part)], file, key, start)
+                part.copy_(room[: len(part)])
     return tensor
+
+
+@cache
+def _reading_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)
 
 
 def structure(model: Any) -> Any:

@@ -138,11 +138,14 @@ def write_at(descriptor: int, content: bytes | memoryview, start: int) -> None:
         left, start = left[written:], start + written
 
 
-def read_into(room: Tensor, file: TensorFile, name: str) -> None:
-    """Read a tensor of a file into one of its shape and dtype in memory; raises OSError, also where the file ends."""
-    left, start = raw_bytes(room), file.tensors[name].start
+def read_into(room: Tensor, file: TensorFile, name: str, first: int = 0) -> None:
+    """Fill contiguous memory with the bytes of a tensor in a file from the byte ``first`` on.
+
+    Raises OSError, also where the file ends before.
+    """
+    left = raw_bytes(room)
     with file.path.open("rb", buffering=0) as stream:
-        stream.seek(start)
+        stream.seek(file.tensors[name].start + first)
         while left:
             count = stream.readinto(left)
             if not count:

@@ -11,6 +11,7 @@ import errno
 import io
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,11 +36,14 @@ class Shim:
     at: int
     fault: str
     log: list[str] = field(default_factory=list)
+    taking: threading.Lock = field(default_factory=threading.Lock)
 
     def step(self, what: str, before: Callable[[], object] = lambda: None) -> None:
-        """One step is about to be taken; before: what the fault leaves done of it."""
-        self.log.append(what)
-        if len(self.log) - 1 == self.at:
+        """One step is about to be taken, in any thread; before: what the fault leaves done of it."""
+        with self.taking:
+            number = len(self.log)
+            self.log.append(what)
+        if number == self.at:
             before()
             if self.fault == KILL:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -48,7 +52,7 @@ class Shim:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """While entered, stand in for the functions of this process."""
-        real_open, real_os_open = io.open, os.open
+        real_open, real_os_open, real_pwrite = io.open, os.open, os.pwrite
 
         def opening(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
             if not set(mode) & set("wxa+"):
@@ -61,7 +65,13 @@ class Shim:
                 self.step(f"os.open {path}")
             return real_os_open(path, flags, *arguments, **options)
 
+        def pwriting(descriptor: int, content: Any, start: int) -> int:
+            half = memoryview(content)[: len(content) // 2]
+            self.step(f"pwrite {len(content)} at {start}", lambda: real_pwrite(descriptor, half, start))
+            return real_pwrite(descriptor, content, start)
+
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "pwrite", pwriting)
             for name in _STEPS:
                 patch.setattr(os, name, self._stepping(name, getattr(os, name)))
             patch.setattr(rename_module, "_rename", self._stepping("renameat2", rename_module._rename))

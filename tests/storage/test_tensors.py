@@ -18,6 +18,7 @@ from quantkit.storage.tensors import (
     DTYPES,
     Verification,
     read_header,
+    read_into,
     tensor_digest,
     verifies,
     write_tensors,
@@ -73,6 +74,26 @@ def test_the_same_tensors_give_the_same_bytes_in_any_order(
 def test_a_file_that_stands_there_is_not_written_over(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     with pytest.raises(FileExistsError):
         write_tensors(path, tensors, METADATA)
+
+
+def test_a_tensor_is_read_from_any_byte_on(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = read_header(path, "file", CheckpointError)
+    for name, tensor in tensors.items():
+        room = torch.empty(tensor.shape, dtype=tensor.dtype)
+        read_into(room, file, name)
+        assert torch.equal(room, tensor)
+        content = tensor.contiguous().view(-1).view(torch.uint8)
+        rest = torch.empty_like(content[3:])
+        read_into(rest, file, name, 3)
+        assert torch.equal(rest, content[3:])
+
+
+def test_a_tensor_that_its_file_ends_in_is_not_read(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = read_header(path, "file", CheckpointError)
+    last = list(file.tensors)[-1]
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(OSError, match=f"ends within {last}"):
+        read_into(torch.empty(tensors[last].shape, dtype=tensors[last].dtype), file, last)
 
 
 def test_digest_covers_dtype_shape_and_bytes() -> None:
