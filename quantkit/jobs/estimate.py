@@ -120,7 +120,7 @@ def estimate(
     blockwise = _memory(stream, plans, shapes, state, 0 if artifact is None else artifact.meta.saliency)
     if tuning is not None and tuning.blocks:
         seq_len = 0 if artifact is None else artifact.windows.shape[1]
-        blockwise = max(blockwise, _block_tuning_memory(stream, shapes, seq_len) + state)
+        blockwise = max(blockwise, _block_tuning_memory(stream, shapes, seq_len, tuning) + state)
     return Estimate(
         layers=layers,
         files=files[0],
@@ -142,14 +142,14 @@ def _file_bytes(stream: ModelStream, config: CheckpointConfig, dtype: Any) -> in
     return weight_bytes(model.to(dtype), weights_metadata(config_to_json(config)))
 
 
-def _block_tuning_memory(stream: ModelStream, shapes: Mapping[str, Shape], seq_len: int) -> int:
+def _block_tuning_memory(stream: ModelStream, shapes: Mapping[str, Shape], seq_len: int, tuning: TuneSettings) -> int:
     """While the largest block is tuned."""
     blocks: dict[str | None, int] = {}
     for name, (rows, columns) in shapes.items():
         blocks[stream.owner(name)] = blocks.get(stream.owner(name), 0) + rows * columns
     blocks.pop(None, None)
     width = stream.model.config.get_text_config().hidden_size
-    return _PROCESS_BYTES + block_tuning_bytes(max(blocks.values()), seq_len, width)
+    return _PROCESS_BYTES + block_tuning_bytes(max(blocks.values()), seq_len, width, codes=tuning.block_codes)
 
 
 def _memory(

@@ -204,6 +204,7 @@ def _quantize_block(
     own = {name: plan for name, plan in job.plans.items() if job.stream.owner(name) == prefix}
     known = None if job.artifact is None else replace(job.artifact, layers={**job.artifact.layers, **changed})
     layers: dict[str, LayerInput | None] = {name: _layer_input(model, name, known, folded.get(name)) for name in own}
+    originals = _original_weights(job, layers)
     if inputs is not None:
         layers |= _with_hessians(job, block, index, inputs.of(QUANTIZED), own, layers)
     experts = expert_linears(model)
@@ -217,7 +218,14 @@ def _quantize_block(
             part.layers[name]["tokens"] = known.layers[name].tokens
         part.stored[name] = StoredLayer(quantized.spec, quantized.shape)
     if own and job.tunes_blocks and inputs is not None and following is not None:
-        tune_quantized(job, index, inputs, following, part)
+        tune_quantized(job, index, inputs, following, part, originals)
+
+
+def _original_weights(job: BlockWork, layers: Mapping[str, LayerInput | None]) -> dict[str, Tensor]:
+    """By layer name, what tuning chooses codes again from; nothing where they stay."""
+    if job.tuning is None or not job.tuning.block_codes or not job.ranks.leads:
+        return {}
+    return {name: layer.weight for name, layer in layers.items() if layer is not None}
 
 
 def _solved(

@@ -6,6 +6,7 @@ With several ranks the first one tunes, on the windows of all, and the others ta
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +39,18 @@ def run_original(job: BlockWork, index: int, inputs: BlockInputs, following: Ten
                 following[number, QUANTIZED] = torch.lerp(output[0], original, blend).to(following.device)
 
 
-def tune_quantized(job: BlockWork, index: int, inputs: BlockInputs, following: Tensor, part: Done) -> None:
-    """Tune the block, now quantized, towards what run_original wrote."""
+def tune_quantized(
+    job: BlockWork,
+    index: int,
+    inputs: BlockInputs,
+    following: Tensor,
+    part: Done,
+    originals: Mapping[str, Tensor],
+) -> None:
+    """Tune the block, now quantized, towards what run_original wrote.
+
+    originals: by name of a Linear, its weight [N, K] before quantization; empty where codes stay.
+    """
     settings, (name, block) = job.tuning, job.stream.blocks[index]
     assert settings is not None
     own, started = inputs.of(QUANTIZED), time.perf_counter()
@@ -49,7 +60,15 @@ def tune_quantized(job: BlockWork, index: int, inputs: BlockInputs, following: T
 
     def tuned() -> tuple[TuneReport, dict[str, Tensor]]:
         with fast_products(job.stream.device):
-            report = tune_block(block, index, own, targets, settings, dtype=job.dtype)
+            report = tune_block(
+                block,
+                index,
+                own,
+                targets,
+                settings,
+                dtype=job.dtype,
+                original=lambda layer: originals[f"{name}.{layer}"],
+            )
         return report, {key: value.detach().cpu() for key, value in _tunable_tensors(block).items()}
 
     report, values = job.ranks.lead(tuned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,7 +14,9 @@ from quantkit.tuning.optimize import Loss, Objective, TuneReport, tune
 from quantkit.tuning.settings import TuneSettings
 
 _FP32 = 4
-_WEIGHT_VALUES = 3  # held per quantized weight: its code, what it stands for in the graph, the gradient of that
+# Held per quantized weight: its code, what it stands for in the graph, the gradient of that. With codes that are chosen
+# again also the original weight, the copy of it that is tuned, its gradient, two moments and the best so far.
+_WEIGHT_VALUES, _CODE_VALUES = 3, 6
 _HIDDEN_COPIES = 40  # of a hidden state that the graph of a block holds
 
 
@@ -25,15 +28,18 @@ def tune_block(
     settings: TuneSettings,
     *,
     dtype: torch.dtype,
+    original: Callable[[str], Tensor] | None = None,
 ) -> TuneReport:
     """Lower the squared error of what block ``index`` gives for its inputs; the block is changed in place.
 
-    Scales, offsets, biases and norms are tuned; codes stay. inputs: of the model whose blocks before are quantized.
+    Scales, offsets, biases and norms are tuned; codes stay, but with ``block_codes``. inputs: of the model whose blocks
+    before are quantized.
     targets: [windows, seq_len, hidden_size]; what the original block gives in the original model makes the block also
-    make up for the errors of those before it. dtype: what norms and biases are stored in.
+    make up for the errors of those before it. dtype: what norms and biases are stored in. original: name of a Linear in
+    the block -> its weight [N, K] before quantization, which ``block_codes`` needs.
     Losses are shares of the mean square of the targets.
     """
-    with torch.enable_grad(), tunable(block, None) as tuned:
+    with torch.enable_grad(), tunable(block, original if settings.block_codes else None) as tuned:
         objective = Objective(
             output_error(block, index, inputs, targets),
             len(targets),
@@ -57,6 +63,10 @@ def output_error(block: nn.Module, index: int, inputs: BlockInputs, targets: Ten
     return lambda numbers: torch.stack([error(number) for number in numbers.tolist()]).mean() / size
 
 
-def block_tuning_bytes(quantized: int, seq_len: int, hidden_size: int) -> int:
-    """What tune_block holds at its peak beside the block, so many of whose weights are quantized."""
-    return _FP32 * (_WEIGHT_VALUES * quantized + _HIDDEN_COPIES * seq_len * hidden_size)
+def block_tuning_bytes(quantized: int, seq_len: int, hidden_size: int, *, codes: bool) -> int:
+    """What tune_block holds at its peak beside the block, so many of whose weights are quantized.
+
+    codes: whether they are chosen again.
+    """
+    values = _WEIGHT_VALUES + (_CODE_VALUES if codes else 0)
+    return _FP32 * (values * quantized + _HIDDEN_COPIES * seq_len * hidden_size)

@@ -14,8 +14,9 @@ from quantkit.recipe import nearest
 class TuneSettings:
     """blocks: passes over the calibration windows for each block, as soon as it is quantized. blend: what it is moved
     towards: 1 is what the original block gives in the original model, 0 what it gives for the quantized model's hidden
-    states, a value between is their mixture. epochs: passes for the whole model afterwards; 0 only after ``blocks``.
-    codes: whether these choose the code of every weight again at each step, or leave it as the method chose it.
+    states, a value between is their mixture. block_codes: whether these passes choose the code of every weight again at
+    each step. epochs: passes for the whole model afterwards; 0 only after ``blocks``.
+    codes: whether these choose codes again, or leave them as they are.
     rate: the first step of a value, as a share of the root mean square of its tensor; steps shrink to 0.
     code_rate: the same of the weights that codes are chosen for.
     batch: windows per step. held_out: share of the windows, the last ones, that decide which pass is kept.
@@ -24,6 +25,7 @@ class TuneSettings:
 
     blocks: int = 0
     blend: float = 1.0
+    block_codes: bool = False
     epochs: int = 8
     codes: bool = False
     rate: float = 0.003
@@ -39,10 +41,12 @@ class TuneSettings:
             raise RecipeError(f"blend is {self.blend}; choose a share from 0 to 1")
         if self.blend != 1 and not self.blocks:
             raise RecipeError(f"blend is {self.blend}, but blocks is 0: it is of the targets of blocks")
+        if self.block_codes and not self.blocks:
+            raise RecipeError("block_codes is true, but blocks is 0: it is of the passes for blocks")
         if self.epochs < (0 if self.blocks else 1):
             raise RecipeError(f"epochs is {self.epochs}; choose 1 or more, or 0 with blocks")
         if self.codes and not self.epochs:
-            raise RecipeError("codes is true, but epochs is 0: blocks are tuned with the codes that they have")
+            raise RecipeError("codes is true, but epochs is 0: choose block_codes for the passes of blocks")
         if self.batch < 1:
             raise RecipeError(f"batch is {self.batch}; choose 1 window a step or more")
         if not 0 < self.held_out < 1:

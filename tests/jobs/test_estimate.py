@@ -111,5 +111,6 @@ def test_tuning_blocks_doubles_the_hidden_states_and_holds_no_model(
     assert blocks.disk == 2 * plain.files + 2 * states
     assert whole.disk == 3 * plain.files + states
     assert both.disk == 3 * plain.files + 2 * states
-    assert plain.memory < blocks.memory < both.memory
+    codes = expected("tune={blocks: 2, epochs: 0, block_codes: true}")
+    assert plain.memory < blocks.memory < codes.memory < both.memory
     assert (blocks.tunes, both.tunes, whole.tunes) == (False, True, True)

@@ -75,13 +75,23 @@ def test_tuning_is_gone_on_with_to_the_same_bytes(
 
 
 BLOCKS = ("--set", "tune={blocks: 3, epochs: 0, batch: 2, rate: 0.01}")
+CODES = ("--set", "tune.block_codes=true")
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("llama", ()), ("opt", ()), ("mixtral", ()), ("gpt_oss", ()), ("opt", CODES), ("mixtral", CODES)],
+    ids=["llama", "opt", "mixtral", "gpt_oss", "opt-codes", "mixtral-codes"],
+)
 def test_blocks_are_tuned_one_by_one(
-    family: str, tiny_model: Folders, calibrated: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    more: tuple[str, ...],
+    tiny_model: Folders,
+    calibrated: Folders,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arguments = command(family, tiny_model, calibrated, "--set", "compensate=true", *BLOCKS)
+    arguments = command(family, tiny_model, calibrated, "--set", "compensate=true", *BLOCKS, *more)
     assert run(*arguments, "-o", tmp_path / "tuned").exit_code == 0
     report = read_report(tmp_path / "tuned")
     assert "tuning" not in report
@@ -105,9 +115,9 @@ def test_the_target_of_a_block_is_what_the_original_model_gives_or_blended_with_
     """The share ``blend`` is of the original's hidden states: so a block makes up for those before it."""
     seen: list[tuple[BlockInputs, torch.Tensor]] = []
 
-    def watched(block: Any, index: int, inputs: Any, targets: torch.Tensor, settings: Any, *, dtype: Any) -> Any:
+    def watched(block: Any, index: int, inputs: Any, targets: torch.Tensor, settings: Any, **more: Any) -> Any:
         seen.append((inputs.with_hidden(inputs.hidden.clone()), targets.clone()))
-        return tune_block(block, index, inputs, targets, settings, dtype=dtype)
+        return tune_block(block, index, inputs, targets, settings, **more)
 
     monkeypatch.setattr("quantkit.jobs.tune_blocks.tune_block", watched)
     arguments = command("opt", tiny_model, calibrated, *BLOCKS, "--set", f"tune.blend={blend}")
@@ -151,6 +161,7 @@ def test_blocks_and_then_the_whole_model_are_tuned(tiny_model: Folders, calibrat
         ("rtn-w4-g128", ("--set", "tune={blend: 0.5}"), "blend is 0.5, but blocks is 0"),
         ("rtn-w4-g128", ("--set", "tune={epochs: 0}"), "epochs is 0; choose 1 or more, or 0 with blocks"),
         ("rtn-w4-g128", ("--set", "tune={blocks: 1, epochs: 0, codes: true}"), "codes is true, but epochs is 0"),
+        ("rtn-w4-g128", ("--set", "tune={block_codes: true}"), "block_codes is true, but blocks is 0"),
         ("rtn-w4-g128", ("--set", "tune=3"), "tune is 3; it is a mapping"),
     ],
     ids=[
@@ -163,6 +174,7 @@ def test_blocks_and_then_the_whole_model_are_tuned(tiny_model: Folders, calibrat
         "blend-of-nothing",
         "nothing",
         "codes",
+        "codes-of-no-blocks",
         "no-mapping",
     ],
 )
