@@ -18,6 +18,7 @@ class TuneSettings:
     each step. epochs: passes for the whole model afterwards; 0 only after ``blocks``.
     codes: whether these choose codes again, or leave them as they are.
     rate: the first step of a value, as a share of the root mean square of its tensor; steps shrink to 0.
+    epoch_rate: the same in passes for the whole model behind tuned blocks; without blocks these take rate.
     code_rate: the same of the weights that codes are chosen for.
     batch: windows per step. held_out: share of the windows, the last ones, that decide which pass is kept.
     seed: of the order of the windows.
@@ -29,6 +30,7 @@ class TuneSettings:
     epochs: int = 8
     codes: bool = False
     rate: float = 0.003
+    epoch_rate: float = 0.001
     code_rate: float = 0.003
     batch: int = 4
     held_out: float = 0.125
@@ -51,8 +53,9 @@ class TuneSettings:
             raise RecipeError(f"batch is {self.batch}; choose 1 window a step or more")
         if not 0 < self.held_out < 1:
             raise RecipeError(f"held_out is {self.held_out}; choose a share between 0 and 1")
-        if self.rate < 0 or self.code_rate < 0:
-            raise RecipeError(f"rate is {self.rate}, code_rate {self.code_rate}; neither is below 0")
+        for name in ("rate", "epoch_rate", "code_rate"):
+            if getattr(self, name) < 0:
+                raise RecipeError(f"{name} is {getattr(self, name)}; choose 0 or more")
 
 
 def tune_settings(recipe: str, values: Mapping[str, Any]) -> TuneSettings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,7 +50,9 @@ def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSetting
                 return divergence_loss(target.log_probabilities(numbers), model, windows[numbers].to(device))
 
             objective = Objective(loss, len(windows), at_once, dtype)
-            report = tune(list(tuned.parts.values()), list(tuned.others.values()), objective, settings)
+            # What tuned blocks leave to gain is small, and larger steps lose more than that at first.
+            own = replace(settings, rate=settings.epoch_rate) if settings.blocks else settings
+            report = tune(list(tuned.parts.values()), list(tuned.others.values()), objective, own)
         model.to("cpu")
     return report
 

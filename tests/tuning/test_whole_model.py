@@ -132,6 +132,21 @@ def test_tuning_is_deterministic() -> None:
         assert torch.equal(tensor, results[1][name]), name
 
 
+def test_passes_behind_tuned_blocks_have_a_rate_of_their_own() -> None:
+    windows, results = text(), []
+    for settings in (
+        TuneSettings(epochs=2, batch=2, rate=0.01, epoch_rate=3.0),
+        TuneSettings(epochs=2, batch=2, rate=3.0, epoch_rate=0.01, blocks=1),
+    ):
+        torch.manual_seed(1)
+        original, model = models("llama")
+        report = tune_model(original, model, windows, settings, dtype=torch.float32)
+        assert report.kept > 0
+        results.append(model.state_dict())
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name
+
+
 def test_codes_stay_where_only_scales_are_tuned() -> None:
     original, model = models("opt")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -170,7 +185,7 @@ def test_the_last_windows_are_held_out() -> None:
         ({"batch": 0}, "batch is 0"),
         ({"held_out": 1}, "held_out is 1"),
         ({"epochs": 0}, "epochs is 0"),
-        ({"rate": -0.1}, "neither is below 0"),
+        ({"epoch_rate": -0.1}, "epoch_rate is -0.1; choose 0 or more"),
     ],
     ids=["unknown", "float", "int", "nan", "batch", "held_out", "nothing", "negative"],
 )
