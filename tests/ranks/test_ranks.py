@@ -41,7 +41,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     [
         ("qwen3_moe", [], []),
         ("llama", ["--saliency", "3"], ["--set", "hessian=end_loss"]),
-        ("llama", [], ["--set", "tune={blocks: 2, blend: 0.5, epochs: 0, rate: 0.01}"]),
+        ("llama", [], ["--set", "tune={blocks: 2, blend: 0.5, block_codes: true, epochs: 0, rate: 0.01}"]),
     ],
     ids=["qwen3_moe", "llama_by_end_loss", "llama_tuned_blocks"],
 )
