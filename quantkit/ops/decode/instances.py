@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from quantkit.cuda.architectures import Architecture
 from quantkit.cuda.compile import CompileUnit
@@ -11,8 +12,18 @@ from quantkit.ops.constants import SHARED_CONSTANTS
 from quantkit.ops.decode.layout import DTYPE_CODES_TAKEN, HEAD_DIMS, VECTOR_VALUES
 
 NORM_THREADS, ATTENTION_THREADS, GATED_THREADS = 512, 512, 128
-ATTENTION_BLOCKS = (ATTENTION_THREADS, 128)
-"""Threads of a block of attention: for few heads of all sequences together, and for many."""
+
+
+class AttentionBlock(NamedTuple):
+    """A block of attention: heads on one cache that it computes together, and its threads."""
+
+    heads: int
+    threads: int
+
+
+FEW_HEADS, MANY_HEADS = AttentionBlock(1, ATTENTION_THREADS), AttentionBlock(1, 128)
+SHARING_BLOCKS = (AttentionBlock(4, 256), AttentionBlock(2, 256))
+ATTENTION_BLOCKS = (FEW_HEADS, MANY_HEADS, *SHARING_BLOCKS)
 
 _NORM_VECTORS = (1, 2, 4)  # 16-byte vectors of a token per thread
 _PASS_VALUES = NORM_THREADS * VECTOR_VALUES
@@ -42,9 +53,9 @@ def gated_unit(dtype: int) -> CompileUnit:
     return CompileUnit(_NORM, "decodeGated", (dtype,))
 
 
-def attention_unit(head_dim: int, dtype: int, threads: int) -> CompileUnit:
+def attention_unit(head_dim: int, dtype: int, block: AttentionBlock) -> CompileUnit:
     """decodeAttention for one of HEAD_DIMS, of DTYPE_CODES_TAKEN and of ATTENTION_BLOCKS."""
-    return CompileUnit(_ATTENTION, "decodeAttention", (head_dim, dtype, threads))
+    return CompileUnit(_ATTENTION, "decodeAttention", (head_dim, dtype, block.threads, block.heads))
 
 
 def combine_unit(head_dim: int, dtype: int) -> CompileUnit:
@@ -59,5 +70,5 @@ def decode_units(_row: Architecture) -> Iterator[CompileUnit]:
             yield from (norm_unit(centered, dtype, vectors * _PASS_VALUES) for centered in (True, False))
         yield gated_unit(dtype)
         for head_dim in HEAD_DIMS:
-            yield from (attention_unit(head_dim, dtype, threads) for threads in ATTENTION_BLOCKS)
+            yield from (attention_unit(head_dim, dtype, block) for block in ATTENTION_BLOCKS)
             yield combine_unit(head_dim, dtype)

@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quantkit.cuda.device import gpu_of
+from quantkit.cuda.architectures import WARP_THREADS
 from quantkit.cuda.launch import DTYPE_CODES, Launch
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.decode.instances import (
     GATED_THREADS,
     NORM_THREADS,
+    AttentionBlock,
     attention_unit,
     combine_unit,
     gated_unit,
     norm_unit,
 )
 from quantkit.ops.decode.layout import VECTOR_VALUES, row_stride
-from quantkit.ops.decode.plan import attention_threads, split_length
+from quantkit.ops.decode.plan import head_blocks, split_length
 
 _FLOAT_BYTES, _VECTOR_BYTES = 4, 16
 
@@ -116,21 +117,22 @@ def attention_launch(
     scales: tuple[float, float],
     y: Tensor,
     splits: Splits,
+    block: AttentionBlock,
 ) -> Launch:
     """Attention of one token of B sequences, into y or, of several splits, into theirs.
 
     scales: of the scores and of the query.
     """
     sequences, heads, _, head_dim = q.shape
-    threads = attention_threads(sequences * heads, gpu_of(q.device).processors)
     q, key, value = map(_even_heads, (q, token.key, token.value))
     (keys, values), (cosine, sine), (scale, query_scale) = cache, token.rotary or (None, None), scales
-    capacity = keys.shape[2]
+    kv_heads, capacity = keys.shape[1:3]
+    scores, warps = split_length(capacity, splits.count), block.threads // WARP_THREADS
     return Launch(
-        attention_unit(head_dim, DTYPE_CODES[q.dtype], threads),
+        attention_unit(head_dim, DTYPE_CODES[q.dtype], block),
         q.device,
-        grid=(heads, splits.count, sequences),
-        block=threads,
+        grid=(head_blocks(kv_heads, heads // kv_heads, block), splits.count, sequences),
+        block=block.threads,
         args={
             "q": q,
             "key": key,
@@ -144,7 +146,8 @@ def attention_launch(
             "y": y,
             "sums": splits.sums,
             "weights": splits.weights,
-            "headsPerKv": heads // keys.shape[1],
+            "kvHeads": kv_heads,
+            "headsPerKv": heads // kv_heads,
             "capacity": capacity,
             "queryStride": q.stride(0),
             "keyStride": key.stride(0),
@@ -153,7 +156,7 @@ def attention_launch(
             "queryScale": query_scale,
             "scale": scale,
         },
-        shared_mem=split_length(capacity, splits.count) * _FLOAT_BYTES,
+        shared_mem=(scores + warps * head_dim) * block.heads * _FLOAT_BYTES,
         overlap=True,
     )
 

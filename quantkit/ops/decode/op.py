@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.cuda.device import gpu_of
 from quantkit.ops.decode.launch import Splits, Token, attention_launch, combine_launch, gated_launch, norm_launch
-from quantkit.ops.decode.plan import split_count
+from quantkit.ops.decode.plan import attention_block, head_blocks, split_count
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, centered: bool) -> Tensor:
@@ -48,15 +48,17 @@ def attention(
     Returns [B, 1, H, D].
     """
     sequences, heads, _, head_dim = q.shape
-    total = sequences * heads
-    count = split_count(cache[0].shape[2], total, gpu_of(q.device).processors)
+    total, kv_heads, processors = sequences * heads, cache[0].shape[1], gpu_of(q.device).processors
+    block = attention_block(sequences, kv_heads, heads // kv_heads, processors)
+    blocks = sequences * head_blocks(kv_heads, heads // kv_heads, block)
+    count = split_count(cache[0].shape[2], blocks, processors, block.heads)
     y = torch.empty(sequences, 1, heads, head_dim, dtype=q.dtype, device=q.device)
     splits = Splits(count)
     if count > 1:
         made = torch.empty(total * count * (head_dim + 2), dtype=torch.float32, device=q.device)
         splits = Splits(count, *made.split((total * count * head_dim, total * count * 2)))
     scales = scale, query_scale
-    attention_launch(q, token, cache=cache, mask=mask, scales=scales, y=y, splits=splits).run()
+    attention_launch(q, token, cache=cache, mask=mask, scales=scales, y=y, splits=splits, block=block).run()
     if count > 1:
         combine_launch(splits, y).run()
     return y

@@ -10,7 +10,8 @@ from torch.nn.functional import layer_norm, rms_norm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quantkit.ops.activations import ACTIVATIONS
-from quantkit.ops.decode.instances import norm_unit
+from quantkit.ops.decode import op
+from quantkit.ops.decode.instances import ATTENTION_BLOCKS, norm_unit
 from quantkit.ops.decode.launch import Token
 from quantkit.ops.decode.layout import MOST_NORM_VALUES, can_attend, can_gate, can_norm, can_rotate, row_stride
 from quantkit.ops.decode.op import add_norm, attention, gated, norm
@@ -24,6 +25,12 @@ TYPE_IDS = ["fp16", "bf16"]
 
 def error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected).norm() / expected.norm())
+
+
+def _angles(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of a rotary embedding."""
+    angles = torch.rand(1, 1, width, device=CUDA) * 6
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def test_cpu_tensors_are_not_for_these_kernels() -> None:
@@ -99,8 +106,7 @@ def test_queries_are_scaled_and_rounded_first(width: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("width", [64, 128, 256])
 def test_query_and_key_get_the_rotary_embedding_of_transformers(width: int, dtype: torch.dtype) -> None:
     q, token, (keys, values), mask = token_behind_others(width, dtype, CUDA)
-    angles = torch.rand(1, 1, width, device=CUDA) * 6
-    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+    rotary = _angles(width, dtype)
     rotated_q, rotated_key = apply_rotary_pos_emb(q, token.key, *rotary)
     assert can_rotate(q, rotary)
     torch.cuda.synchronize()
@@ -158,6 +164,33 @@ def test_attention_matches_fp64(
     expected = (scores.softmax(-1) @ wide_values).transpose(1, 2)
     assert error(first, expected) < RTOL[dtype]
     assert torch.equal(attention(q, token, (cache[0], cache[1]), mask, 0.125), first)
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize(("heads_per_kv", "capacity"), [(1, 300), (3, 70), (4, 5000), (7, 300)])
+def test_every_block_gives_heads_of_one_cache_the_same(
+    heads_per_kv: int, capacity: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = torch.randn(3, 2 * heads_per_kv, 1, width, device=CUDA).to(dtype)
+    own = torch.randn(2, 3, 2, 1, width, device=CUDA).to(dtype)
+    cache = torch.randn(2, 3, 2, capacity, width, device=CUDA).to(dtype)
+    mask, here = torch.rand(3, 1, 1, capacity, device=CUDA) < 0.7, capacity - 3
+    mask[..., here], mask[..., here + 1 :] = True, False
+    token = Token(own[0], own[1], torch.tensor([here], device=CUDA), _angles(width, dtype))
+    found = []
+    for block in ATTENTION_BLOCKS:
+        monkeypatch.setattr(op, "attention_block", lambda *_, block=block: block)
+        keys, values = cache.clone()
+        keys[:, :, here] = values[:, :, here] = float("nan")  # the token's place is not read before it is written
+        found.append(attention(q, token, (keys, values), mask, 0.1))
+        assert keys.isfinite().all()
+        assert torch.equal(values[:, :, here], own[1][:, :, 0])
+        assert torch.equal(attention(q, token, (keys, values), mask, 0.1), found[-1])
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=RTOL[dtype], atol=RTOL[dtype])
 
 
 @pytest.mark.cuda
