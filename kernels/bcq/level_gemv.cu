@@ -10,7 +10,6 @@ template <int kBits,       // planes of the weight
           int kScaleBits,  // of a scale and of an offset: 16, fp16, or 8
           int kTokens,     // tokens at once: 8 or 16
           int kWarps,      // warps per block
-          int kStages,     // stages per ring
           bool kAdds,      // whether offsets are added behind the tables of levels
           int kDtype>      // of x and y: fp16 or bf16
 __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
@@ -18,7 +17,7 @@ bcqLevelGemv(const uint4* __restrict__ tiles, const void* __restrict__ scales, c
              const uint16* __restrict__ x, const uint16* __restrict__ bias, const uint16* residual, uint16* __restrict__ y,
              int M, int N, int K, int groups, uint32 groupMagic, int entries, int passTiles, int rangeTiles,
              int longRanges, int dtype, int activation, int vectors) {
-    multiplyLevels<LevelProduct<kBits, kSegment, kScaleBits, kTokens, kAdds, kDtype>, kWarps, kStages>(
+    multiplyLevels<LevelProduct<kBits, kSegment, kScaleBits, kTokens, kAdds, kDtype>, kWarps>(
         {tiles, scales, factors, x, bias, residual, y, M, N, K, groups, groupMagic, entries, passTiles,
          rangeTiles, longRanges, dtype, activation, vectors});
 }

@@ -2,10 +2,11 @@
 //
 // Grid and passes: as for ring.cuh. The k tiles of the block's n tiles stand in a row, n tile after n tile, and every warp
 // takes an equal share of neighbours. So it reads one run of memory, has the sums of few n tiles to leave in shared memory,
-// and leaves them where its n tile changes. Sums of an n tile are added in the order of warps: repeatable bit for bit.
+// and leaves them where its n tile changes. Sums of an n tile are added in the order of warps: repeatable bit for bit. A
+// warp takes the codes of its stage into registers, so one is enough: it is filled again while they are multiplied.
 //
 //   shared memory: mailbox of a cluster's block
-//                  ring [warp][kStages] {codes [plane][lane] uint4, scales [segment][g][entry][2]}
+//                  stage [warp] {codes [plane][lane] uint4, scales [segment][g][entry][2]}
 //                  levels [warp]
 //                  records [set of tokens][k tile]
 //                  sums [warp][slot][row][token] fp32; slot: of the warp's n tiles, at most n tiles over warps, plus one
@@ -34,7 +35,7 @@ struct Share {
 template <int kWarps>
 __device__ __forceinline__ int firstNTileOf(int warp, int nTiles) { return warp * nTiles / kWarps; }
 
-template <class Product, int kWarps, int kStages>
+template <class Product, int kWarps>
 __device__ __forceinline__ void multiplyLevels(const Problem& p) {
     using S = typename Product::Shape;
     constexpr int kThreads = kWarps * kWarpSize, kTokens = Product::kTokens, kTileSums = kTileN * kTokens;
@@ -42,7 +43,7 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
     constexpr int kAhead = kWarps > 12 ? 3 : 4;  // words of x; more registers than the loop has would slow it down
     extern __shared__ __align__(16) unsigned char shared[];
     Mailbox& mailbox = *reinterpret_cast<Mailbox*>(shared);
-    unsigned char* rings = shared + kMailboxBytes;
+    unsigned char* stages = shared + kMailboxBytes;
 
     const int lane = pinned(threadIdx.x % kWarpSize), warp = pinned(threadIdx.x / kWarpSize);
     const uint32 parts = clusterBlocks(), part = clusterRank(), partShift = parts - 1;  // clusters of one block or two
@@ -62,14 +63,14 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
         uint32(kTiles), uint32(p.groups), groupVectors, uint32(lane), p.groupMagic,
         offset ? (1u << 16) / S::groupVectors(1) + 1 : (1u << 16) / S::groupVectors(0) + 1,
         p.groupMagic == 0 && p.groups == kTiles * S::kTileSegments};
-    const uint32 stageBytes = pinned(S::kSignBytes + S::kStepSegments * groupBytes), ringBytes = kStages * stageBytes;
-    const uint32 firstStage = pinned(sharedAddress(rings) + warp * ringBytes), endStage = pinned(firstStage + ringBytes);
-    unsigned char* records = rings + kWarps * (ringBytes + Product::kTableBytes);
+    const uint32 stageBytes = pinned(S::kSignBytes + S::kStepSegments * groupBytes);
+    const uint32 stage = pinned(sharedAddress(stages) + warp * stageBytes);
+    unsigned char* records = stages + kWarps * (stageBytes + Product::kTableBytes);
     const uint32 setBytes = pinned(p.passTiles * kRecord);
     float* sums = reinterpret_cast<float*>(records + kTokens / Product::kSetTokens * setBytes);
 
     Share<kWarps> ahead(0, p.passTiles, ownTiles, nTiles);  // of the tile fetched next
-    auto fetchStage = [&](uint32 stage) {
+    auto fetchTile = [&] {
         while (ahead.left == 0 && ahead.pass + 1 < passes) {
             ahead = Share<kWarps>(ahead.pass + 1, p.passTiles, ownTiles, nTiles);
         }
@@ -80,22 +81,19 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
         }
         copyCommit();
     };
-    uint32 filled = firstStage;  // pinned below: NVRTC 13.0 builds no valid copy to an address that is partly uniform
-#pragma unroll 1
-    for (int i = 0; i < kStages - 1; ++i, filled = pinned(filled + stageBytes)) fetchStage(filled);
+    fetchTile();
     for (int i = threadIdx.x; i < slots * kWarps * kTileSums; i += kThreads) sums[i] = 0.0f;
     if (clusterBlocks() > 1) {
         if (threadIdx.x == 0) mailbox.prepare();
         mailbox.arrive();
     }
     allowNextKernel();
-    Product product(lane, p.entries, pinned(sharedAddress(rings) + kWarps * ringBytes + warp * Product::kTableBytes));
+    Product product(lane, p.entries, pinned(sharedAddress(stages) + kWarps * stageBytes + warp * Product::kTableBytes));
     waitForPriorKernels();  // from here on x may be read and y written
 
     const uint16* x = p.x + size_t(firstToken) * p.K;
     Activations piece{min(kTokens, p.M - firstToken), firstTile * kTileK, p.K, p.dtype, p.vectors, false};
     float* ownSums = sums + warp * slots * kTileSums;
-    uint32 stage = firstStage, emptyStage = endStage - stageBytes;
     for (int pass = 0; pass < passes; ++pass) {
         Share<kWarps> own(pass, p.passTiles, ownTiles, nTiles);
         makePairRecords<typename Product::Record, kAhead>(x, piece, own.width * kWordsPerTileRow, records, setBytes);
@@ -105,12 +103,12 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
         const uint32 firstRecord = sharedAddress(records);
 #pragma unroll 1
         while (own.left > 0) {
-            copyWait<kStages - 2>();
-            __syncwarp();  // the stage filled next and the levels were read by every lane
-            fetchStage(emptyStage);
-            product.multiplyTile(stage, firstRecord + own.k * kRecord, setBytes);
-            emptyStage = stage;
-            stage = stage + stageBytes == endStage ? firstStage : stage + stageBytes;
+            copyWait<0>();
+            __syncwarp();  // every lane's copies are there, and the levels of the tile before were read
+            product.take(stage);
+            __syncwarp();
+            fetchTile();
+            product.multiplyTile(firstRecord + own.k * kRecord, setBytes);
             own.advance();
             if (own.k == 0 || own.left == 0) {
                 product.flush(target, lane);

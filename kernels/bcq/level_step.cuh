@@ -73,6 +73,7 @@ struct LevelProduct {
 
     uint32 vector, places[2], tables, ownTables, row;  // places: of x in the halves of a record
     const Maker maker;
+    uint4 codes[kBits];  // of the tile at hand
     float sums[kChains][kSets][4] = {};
 
     // tables: shared address of the warp's kTableBytes.
@@ -83,13 +84,15 @@ struct LevelProduct {
         ownTables = pinned(tables + lane % kTileQuads * kTileSegments / kWordsPerTileRow * Maker::kSegmentTable);
     }
 
-    // stage, record: shared addresses of the tile's weights and of its record, the latter of the first set.
-    __device__ __forceinline__ void multiplyTile(uint32 stage, uint32 record, uint32 setBytes) {
+    // Read a tile from the stage at this shared address, which may be filled again when all lanes have.
+    __device__ __forceinline__ void take(uint32 stage) {
         maker.make(stage + Shape::kSignBytes, tables);
-        uint4 codes[kBits];
 #pragma unroll
         for (int i = 0; i < kBits; ++i) codes[i] = loadShared16(stage + vector + i * kWarpSize * kVectorBytes);
-        __syncwarp();
+    }
+
+    // record: shared address of the tile's record of the first set.
+    __device__ __forceinline__ void multiplyTile(uint32 record, uint32 setBytes) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             uint32 upperCodes[kBits], lowerCodes[kBits];

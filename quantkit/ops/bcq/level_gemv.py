@@ -31,15 +31,8 @@ LEVEL_SEGMENTS = SEGMENTS[1:]  # wider groups take the widest of these
 TOKENS = (8, 16)
 _SHORT_BYTES = 2
 _FEW_PLANES = 4
-# (warps, stages of a ring) of an instance, the most stages first. Every instance is compiled and tested, so few are
-# made: a third stage gains least where scales take much of a tile, and only large shared memory has room for it.
-_SHAPES = {
-    "wide": ((16, 3), (16, 2), (8, 4)),
-    "few": ((16, 2), (8, 4)),
-    "few, little memory": ((16, 2), (8, 2)),
-    "many": ((12, 2), (8, 2)),
-    "many, little memory": ((8, 2), (4, 2)),
-}
+_WARPS = {"few": (16,), "few, little memory": (16, 8), "many": (12, 8), "many, little memory": (8, 4)}
+"""Warps of a block by planes. Every instance is compiled and tested, so few are made."""
 _LARGE_SHARED_MEMORY = 160 * 1024
 # What the choice of a layout goes by, in microseconds of an H200 at four planes: of a tile of a block and of a block's
 # beginning and end, by its warps; of a kilobyte of x; of an n tile whose sums two blocks exchange.
@@ -49,11 +42,10 @@ _X_TIME, _EXCHANGE_TIME = 0.023, 0.05
 
 @dataclass(frozen=True)
 class LevelShape:
-    """An instance without its weight: tokens at once, warps of a block, stages of a warp's ring."""
+    """An instance without its weight: tokens at once, warps of a block."""
 
     tokens: int
     warps: int
-    stages: int
 
 
 @dataclass(frozen=True)
@@ -113,7 +105,7 @@ def _fitted(it: LevelProblem, shape: LevelShape, cluster: int, rounds: int) -> L
     n_tiles, k_tiles = ceil(it.n_tiles / ranges), ceil(it.k_tiles / cluster)
     sums = warps * (ceil(n_tiles / warps) + 1) * TILE_N * tokens
     received = n_tiles * TILE_N * tokens // 2 if cluster > 1 else 0
-    own = warps * (it.level_bytes + shape.stages * it.tile_bytes) + (sums + received) * FLOAT_BYTES
+    own = warps * (it.level_bytes + it.tile_bytes) + (sums + received) * FLOAT_BYTES
     own += MAILBOX_BYTES if it.gpu.architecture.clusters else 0
     fitting = (it.gpu.architecture.shared_limit() - own) // record_bytes(tokens)
     if fitting <= 0:
@@ -124,11 +116,10 @@ def _fitted(it: LevelProblem, shape: LevelShape, cluster: int, rounds: int) -> L
 
 
 def _shapes(it: LevelProblem, tokens: int) -> list[LevelShape]:
-    wide = it.segment == LEVEL_SEGMENTS[0] and it.scale_bits == SCALE_BITS[0]
-    kind = "many" if it.weight_bits > _FEW_PLANES else "wide" if wide else "few"
+    kind = "many" if it.weight_bits > _FEW_PLANES else "few"
     if it.gpu.architecture.shared_limit() < _LARGE_SHARED_MEMORY:
-        kind = f"{kind.replace('wide', 'few')}, little memory"
-    return [LevelShape(tokens, *numbers) for numbers in _SHAPES[kind]]
+        kind = f"{kind}, little memory"
+    return [LevelShape(tokens, warps) for warps in _WARPS[kind]]
 
 
 def _expected(it: LevelProblem, layout: LevelLayout) -> float:
@@ -166,7 +157,7 @@ def plan_level(it: LevelProblem) -> LevelLayout:
 @cache
 def level_unit(it: LevelProblem, dtype: torch.dtype, shape: LevelShape) -> CompileUnit:
     """The instance for a problem, activations and a shape of level_layouts."""
-    sizes = it.weight_bits, it.segment, it.scale_bits, shape.tokens, shape.warps, shape.stages
+    sizes = it.weight_bits, it.segment, it.scale_bits, shape.tokens, shape.warps
     arguments = (*sizes, it.offsets_apart, DTYPE_CODES[dtype])
     return CompileUnit(SOURCES[Kernel.BCQ_LEVEL_GEMV], "bcqLevelGemv", arguments)
 
