@@ -65,7 +65,6 @@ __device__ __forceinline__ void arrangeVector(Rows& rows, const ThreadVector& ow
 
 __global__ void __launch_bounds__(kThreads)
 bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K]; see arrange.cuh
-           uint32* __restrict__ ready, int readyCount,  // of the product behind it, gemm.cuh: set to zero
            int M, int K,
            int tileTokens,  // of a token tile
            int bits, int vectors) {  // vectors: rows of x are 16-byte aligned and K % 8 == 0
@@ -73,9 +72,6 @@ bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K
     const ThreadVector own;
     allowNextKernel();
     waitForPriorKernels();
-    if (blockIdx.x == 0 && blockIdx.y == 0) {
-        for (int i = threadIdx.x; i < readyCount; i += kThreads) ready[i] = 0;
-    }
     arrangeVector(rows, own, x, arranged, own.m < M, own.m, K, tileTokens, bits, vectors);
 }
 

@@ -28,13 +28,18 @@ __device__ __forceinline__ void storeEight(void* weight, size_t index, const flo
     }
 }
 
+// The order for batches -> that of sign tiles (tiles.cuh).
 template <int kBits>
-__device__ __forceinline__ void codesToPlanes(uint4 (&words)[kBits]) {
+__device__ __forceinline__ void codesToPlanes(uint4 (&words)[kBits], int lane) {
     uint32 own[4][kBits];
 #pragma unroll
     for (int i = 0; i < kBits; ++i) own[0][i] = words[i].x, own[1][i] = words[i].y, own[2][i] = words[i].z, own[3][i] = words[i].w;
 #pragma unroll
-    for (int part = 0; part < 4; ++part) wordsToPlanes<kBits>(own[part]);
+    for (int part = 0; part < 4; ++part) {
+        wordsToPlanes<kBits>(own[part]);
+#pragma unroll
+        for (int i = 0; i < kBits; ++i) own[part][i] = neighbouringColumns<kBits>(own[part][i], lane);
+    }
 #pragma unroll
     for (int i = 0; i < kBits; ++i) words[i] = make_uint4(own[0][i], own[1][i], own[2][i], own[3][i]);
 }
@@ -65,7 +70,7 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
     uint4 words[kBits];
 #pragma unroll
     for (int i = 0; i < kBits; ++i) words[i] = __ldcs(tiles + (size_t(tile) * kBits + i) * kWarpSize + lane);
-    if constexpr (kCodes) codesToPlanes(words);
+    if constexpr (kCodes) codesToPlanes(words, lane);
 
 #pragma unroll
     for (int part = 0; part < kWordsPerTileRow / kTileQuads * 2; ++part) {  // x, y, z, w of the lane's words

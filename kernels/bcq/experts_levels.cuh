@@ -5,6 +5,7 @@
 
 template <int kPlanes>
 struct ExpertsBlock {
+    static constexpr bool kStoredAsCodes = false;
     static constexpr bool kSigns = kPlanes == 4;
     uint32 even, odd, third, sign;  // even, odd: two planes at even and at odd columns, a pair of bits each
 

@@ -10,14 +10,17 @@ template <bool kWarpgroup,  // whether the tensor cores of four warps multiply t
           int kTokens,      // of a tile
           int kRowGroups,   // of four consumer warps, each with rows of their own
           int kPhases,      // of such, which take k tiles in turn
-          int kSlots>       // of a consumer warp's ring
+          int kSlots,       // of a consumer warp's ring
+          bool kFine>       // of codes and many tokens: whether levels change within half a tile
 __global__ void __launch_bounds__((kRowGroups * kPhases + 1) * kGroupThreads, 1)
 bcqGemm(const uint4* __restrict__ tiles, const uint4* __restrict__ scales, const uint16* __restrict__ factors,
-        const uint4* x, const uint16* __restrict__ bias, const uint16* residual, uint16* y, float* partials, uint32* ready,
+        const uint4* x, const __grid_constant__ TensorMap xMap,  // the map for codes and warpgroups, else x: gemm_tile.cuh
+        const uint16* __restrict__ bias, const uint16* residual, uint16* y, float* partials, uint32* ready,
         int M, int N, int K, int groups, uint32 groupMagic, int entries, int scaleBits, int segments, int stages,
         int rangeTiles, int longRanges, int ranges, int tokenTiles, int tokenBand, int wholeItems, int activation) {
-    multiplyTokens<GemmShape<kBits, BlockOf<kCodes>::template Type, kAdds, kDtype, kTokens, kRowGroups, kPhases, kSlots>,
+    multiplyTokens<GemmShape<kBits, BlockOf<kCodes>::template Type, kAdds, kDtype, kTokens, kRowGroups, kPhases, kSlots, kFine>,
                    typename ProductsOf<kWarpgroup, kDtype, kTokens>::Type>(
-        {tiles, scales, factors, x, bias, residual, y, partials, ready, M, N, K, groups, groupMagic, entries, scaleBits,
-         segments, stages, rangeTiles, longRanges, ranges, tokenTiles, tokenBand, wholeItems, activation});
+        {tiles, scales, factors, kCodes && kWarpgroup ? reinterpret_cast<const uint4*>(&xMap) : x, bias, residual, y,
+         partials, ready, M, N, K, groups, groupMagic, entries, scaleBits, segments, stages, rangeTiles, longRanges, ranges,
+         tokenTiles, tokenBand, wholeItems, activation});
 }

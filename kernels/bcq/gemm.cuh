@@ -3,7 +3,8 @@
 //
 // The problem is transposed: weights are the operand A, 16 rows a warp, tokens are the columns of B. A warp streams its
 // own n tiles through a ring of its own (cp.async) and makes the tables of levels of its next tile while its products
-// run. Another group of four warps copies x, which bcqArrange has put in order (arrange.cuh).
+// run. Another group of four warps copies x: of a weight of sign planes in the order of arrange.cuh, of one in the order for
+// batches as it is (level_codes.cuh).
 //
 //   block        groups of four consumer warps, kRowGroups of them with 64 rows each, times kPhases that take k tiles of
 //                the same rows in turn; and one group that copies x
@@ -33,13 +34,13 @@ struct GemmProblem {
     const uint4* tiles;      // sign tiles
     const uint4* scales;     // scale tiles
     const uint16* factors;   // factor tiles, or null with fp16 scales
-    const uint4* x;          // in the order of arrange.cuh, token tiles of kTokens
+    const uint4* x;          // in the order of arrange.cuh, token tiles of kTokens; of codes see Products
     const uint16* bias;      // [N] in x's type, or null
     const uint16* residual;  // [M, N], added to the result, or null
     uint16* y;               // [M, N]
     float* partials;         // sums of shared items [block][kSharedItems][4 sums][thread] float4
-    uint32* ready;           // warps that have written theirs, per shared item; zeros before
-    int M, N, K;
+    uint32* ready;           // warps that have written or seen these, per shared item; zeros before and behind
+    int M, N, K;             // of codes K may be that of an x with zeros behind its columns, of as many k tiles
     int groups;              // scale groups per row
     uint32 groupMagic;       // 2^32 over the segments of a group, rounded up; 0 for one, all of them stored
     int entries;             // kBits, or kBits + 1 with an offset
@@ -108,12 +109,15 @@ struct StagePlace {
 
 // Sizes of an instance.
 template <int kBits_, template <int> class Block, bool kAdds, int kDtype_, int kTokens_, int kRowGroups_, int kPhases_,
-          int kSlots_>
+          int kSlots_, bool kFine_ = false>
 struct GemmShape {
     static constexpr int kBits = kBits_, kDtype = kDtype_;
+    static constexpr bool kCodes = Block<firstPlanes(kBits_)>::kStoredAsCodes;
     using Words = PlaneWords<kBits_, Block>;
     using Row = Levels<kBits_, kAdds, kDtype_>;
     static constexpr int kTokens = kTokens_, kRowGroups = kRowGroups_, kPhases = kPhases_, kSlots = kSlots_;
+    // Registers of many tokens leave no room for two forms of a tile's products: an instance has one of them.
+    static constexpr bool kFine = kFine_, kBothForms = kCodes && kTokens <= QK_GEMM_FEW_TOKENS;
     static constexpr int kGroups = kRowGroups * kPhases, kConsumers = kGroups * kGroupThreads;
     static constexpr int kPanels = kTokens <= 32 ? 4 : kTokens <= 64 ? 2 : 1;  // of a stage of x
     static constexpr int kStageBytes = kPanels * kTokens * kPanelRowBytes, kTileStages = kTilePanels / kPanels;
@@ -129,14 +133,24 @@ __device__ __forceinline__ void copyX(const GemmProblem& p, uint32 barriers) {
     typename Products::Copies copies(barriers + kBarrierBytes);
     StagePlace place{0, 1};
     const BlockWork work(p);
+    if constexpr (S::kCodes) copies.prepare(p.x);
     waitForPriorKernels();
     for (int index = 0; index < work.segments; ++index) {
         const Segment segment = work.segment(p, index);
-        const size_t tile = size_t(workItem(p, segment.item).tokenTile) * work.kTiles + segment.firstTile;
+        const int tokenTile = workItem(p, segment.item).tokenTile;
+        const size_t tile = size_t(tokenTile) * work.kTiles + segment.firstTile;
         const uint4* from = p.x + tile * S::kTileStages * kStageVectors;
-        for (int i = 0; i < segment.tiles * S::kTileStages; ++i, from += kStageVectors) {
-            barrierWait(barriers + (kMostStages + place.stage) * sizeof(uint64), place.parity);
-            copies.template stage<S::kStageBytes>(from, barriers + place.stage * sizeof(uint64), place.stage, p.stages);
+        int column = segment.firstTile * kTileK;
+        for (int i = 0; i < segment.tiles * S::kTileStages; ++i) {
+            const uint32 filled = barriers + place.stage * sizeof(uint64);
+            barrierWait(filled + kMostStages * sizeof(uint64), place.parity);
+            if constexpr (S::kCodes) {
+                copies.template rows<S::kPanels>(p, tokenTile * S::kTokens, column, filled, place.stage, p.stages);
+                column += S::kPanels * kPanelK;
+            } else {
+                copies.template stage<S::kStageBytes>(from, filled, place.stage, p.stages);
+                from += kStageVectors;
+            }
             place.advance(1, p.stages);
         }
     }

@@ -63,7 +63,11 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
         for (; k < segment.tiles; k += S::kPhases) {
             ring.fetch();
             __syncwarp();
-            multiplyTile<S, Products>(acc, p, own, at, ring.slotBytes, maker, barriers, stages, place);
+            if (S::kFine || (S::kBothForms && p.segments > kTileWords / kChunkWords)) {
+                multiplyTile<S, Products, S::kFine || S::kBothForms>(acc, p, own, at, ring.slotBytes, maker, barriers, stages, place);
+            } else {
+                multiplyTile<S, Products, false>(acc, p, own, at, ring.slotBytes, maker, barriers, stages, place);
+            }
             at.advance(ring.slotBytes);
             place.advance((S::kPhases - 1) * S::kTileStages, p.stages);
         }

@@ -19,7 +19,8 @@ struct WarpgroupProducts {
     static constexpr bool kCollective = true;
     static constexpr int kCopyArrivals = 1;
 
-    // A stage of x is one bulk copy.
+    // A stage of x is one bulk copy, or one of its tensor map for every panel: boxes of kTokens rows and kPanelK columns,
+    // 128-byte swizzle, zeros behind the rows and columns of x.
     struct Copies {
         uint32 stages;
         __device__ __forceinline__ explicit Copies(uint32 first) : stages(first) {}
@@ -27,6 +28,17 @@ struct WarpgroupProducts {
         __device__ __forceinline__ void stage(const uint4* from, uint32 barrier, int stage, int) const {
             barrierExpect(barrier, kBytes);
             copyBulk(stages + stage * kBytes, from, kBytes, barrier);
+        }
+        __device__ __forceinline__ void prepare(const uint4* map) const { prefetchTensorMap(map); }
+        template <int kPanels>
+        __device__ __forceinline__ void rows(const GemmProblem& p, int token, int column, uint32 barrier, int stage,
+                                             int) const {
+            constexpr int kBytes = kTokens * kPanelRowBytes;
+            barrierExpect(barrier, kPanels * kBytes);
+#pragma unroll
+            for (int i = 0; i < kPanels; ++i) {
+                copyBox(stages + (stage * kPanels + i) * kBytes, p.x, column + i * kPanelK, token, barrier);
+            }
         }
     };
     static __device__ __forceinline__ bool copies(int warp) { return warp == 0 && electLane(); }
@@ -55,9 +67,9 @@ struct WarpProducts {
 
     // All threads of the group copy a stage of x.
     struct Copies {
-        uint32 fill;
+        uint32 first, fill;
         __device__ __forceinline__ explicit Copies(uint32 stages)
-            : fill(stages + threadIdx.x % kGroupThreads * kVectorBytes) {}
+            : first(stages), fill(stages + threadIdx.x % kGroupThreads * kVectorBytes) {}
         template <int kBytes>
         __device__ __forceinline__ void stage(const uint4* from, uint32 barrier, int stage, int stages) {
             constexpr int kVectors = kBytes / kVectorBytes;
@@ -68,6 +80,31 @@ struct WarpProducts {
             }
             barrierArriveBehindCopies(barrier);
             fill += stage + 1 == stages ? kBytes - stages * kBytes : kBytes;
+        }
+        __device__ __forceinline__ void prepare(const uint4*) const {}
+        // Of x [M, K] as it is, K % 8 == 0 and rows 16-byte aligned. A thread copies a chunk of every kRows-th row. What
+        // rows behind the last get is the last one's: their products are not written.
+        template <int kPanels>
+        __device__ __forceinline__ void rows(const GemmProblem& p, int token, int column, uint32 barrier, int stage,
+                                             int) const {
+            constexpr int kRows = kGroupThreads / kPanelChunks, kValues = kVectorBytes / kShortBytes;
+            static_assert(kTokens % kRows == 0 && kRows % kPanelChunks == 0, "a thread keeps its place in the swizzle");
+            const int thread = threadIdx.x % kGroupThreads, row = thread / kPanelChunks, chunk = thread % kPanelChunks;
+            const uint32 swizzled = row * kPanelRowBytes + (chunk ^ row % kPanelChunks) * kVectorBytes;
+            const uint32 to = first + stage * kPanels * kTokens * kPanelRowBytes + swizzled;
+            const uint16* x = reinterpret_cast<const uint16*>(p.x);
+#pragma unroll
+            for (int i = 0; i < kPanels; ++i) {
+                const int k = column + i * kPanelK + chunk * kValues;
+                const bool present = k < p.K;
+                const uint16* from = x + (present ? k : 0);
+#pragma unroll
+                for (int m = 0; m < kTokens; m += kRows) {
+                    copyAsync16Or0(to + (i * kTokens + m) * kPanelRowBytes,
+                                   from + size_t(min(token + row + m, p.M - 1)) * p.K, present);
+                }
+            }
+            barrierArriveBehindCopies(barrier);
         }
     };
     static __device__ __forceinline__ bool copies(int) { return true; }

@@ -1,6 +1,7 @@
 // How the sums of a fused product become y (gemm.cuh): added over blocks and phases in order, finished, written.
 #pragma once
 #include "gemm.cuh"
+#include "../shared/counts.cuh"
 
 // An item that several blocks share: the first of them has its first k tiles, which it multiplies last of all. The others
 // multiply their parts first, and leave the sums in memory, every thread its own.
@@ -27,14 +28,17 @@ struct SharedItem {
             __stcg(to + i * S::kConsumers, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
         }
         __syncwarp();
-        if (threadIdx.x % kWarpSize == 0) releaseCount(p.ready + item);
+        if (threadIdx.x % kWarpSize == 0) releaseCount(p.ready + item, counted());
     }
+    // Warps that leave sums, and those that have seen that they are there: behind the last of these nobody reads the count.
+    __device__ __forceinline__ uint32 counted() const { return (last - first + 1) * (S::kConsumers / kWarpSize); }
     // By the first block: its sums and those of the others, in order.
     __device__ __forceinline__ void collect(float* acc, const GemmProblem& p, const BlockWork& work) const {
-        const uint32 all = (last - first) * (S::kConsumers / kWarpSize);
-        while (acquireCount(p.ready + item) < all) {
+        const uint32 left = counted() - S::kConsumers / kWarpSize;
+        while (acquireCount(p.ready + item) < left) {
         }
         __syncwarp();
+        if (threadIdx.x % kWarpSize == 0) addToCount(p.ready + item, counted());
 #pragma unroll 1
         for (int block = first + 1; block <= last; ++block) {
             const float4* from = of(p, work, block);

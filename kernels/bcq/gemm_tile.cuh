@@ -1,7 +1,8 @@
 // A k tile of a fused product (gemm.cuh): what a consumer warp needs for it, and how it adds its products.
 //
 // Products: kCollective, whether the four warps of a group multiply together; kCopyArrivals, threads that arrive for a
-// stage of x; copies(warp), whether a thread of the copying group copies; Copies, how; registers<groups, consumes>(), a
+// stage of x; copies(warp), whether a thread of the copying group copies; Copies, how: x in order, or rows of x as
+// it is, given as [M, K] or, to WarpgroupProducts, as the address of its tensor map; registers<groups, consumes>(), a
 // warp's share of the registers; take() a stage; add() four registers of A times 16 columns of it, fence() before and
 // commit() behind such; wait<n>() for all but the last n commits.
 #pragma once
@@ -46,8 +47,9 @@ __device__ __forceinline__ void prepareBarriers(uint32 barriers, int stages) {
                 S::kRowGroups * (Products::kCollective ? 1 : kGroupWarps));
 }
 
-// Add the products of a k tile to the sums, and make the tables of the one behind it, if there is one.
-template <class S, class Products>
+// Add the products of a k tile to the sums, and make the tables of the one behind it, if there is one. kFine: whether
+// levels may change within half a tile of codes, of which a word is 32 columns.
+template <class S, class Products, bool kFine = false>
 __device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, const Consumer& own, const TilePlace& at,
                                              uint32 slotBytes, const TableMaker<S::kBits, typename S::Row>& maker, uint32 barriers,
                                              uint32 stages, StagePlace& place) {
@@ -67,8 +69,10 @@ __device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, c
             }
             upperWords.take(upperPlanes);
             lowerWords.take(lowerPlanes);
-            // Segments narrower than half a tile differ between the lanes of a row.
-            const int column = half * kTileQuads + own.lane % kTileQuads;
+        }
+        if (word % kChunkWords == 0 || (kFine && (word & -word) * p.segments >= kTileWords)) {
+            // Of planes, segments narrower than half a tile differ between the lanes of a row.
+            const int column = S::kCodes ? word : word + own.lane % kTileQuads;
             const uint32 tables = at.tables + column * p.segments / kTileWords * S::kSegmentTable;
             upper.load(tables, own.lane / kTileQuads);
             lower.load(tables, own.lane / kTileQuads + kTileN / 2);

@@ -1,12 +1,22 @@
-// The words of a lane's 32 columns of a row as codes of their levels, the order for batches (ops/bcq/codes.py):
+// The words of a lane as codes of their levels, the order for batches (ops/bcq/codes.py).
 //
-//   up to four planes, and the others of more than four, are a block by themselves:
-//   1 plane    the plane
-//   2 planes   word e: pair of bits j is the pattern of column 2 j + e
-//   3 planes   word s: low three bits of nibble m are the pattern of column 4 m + s; the fourth bits of word s are plane
-//              s of columns 4 m + 3
+// Of half a tile row, 128 columns, lane t (0 .. 3) holds those whose products it makes when x is read as it is (gemm.cuh):
+// element e (0, 1) of pair i (0 .. 3) of its word s (0 .. 3) is
+//
+//   column       32 s + 8 i + 2 t + e, of the half
+//   place        0 .. 31, of the lane, by what is cheap to make pairs of:
+//     1 plane    4 s + i + 16 e
+//     2 planes   4 (s % 2) + s / 2 + 2 (i / 2) + 16 (i % 2) + 8 e
+//     more       8 i + s + 4 e
+//
+// Up to four planes, and the others of more than four, are a block by themselves, with the patterns of planes at a place:
+//
+//   1 plane    bit p: place p
+//   2 planes   word e: pair of bits j is the pattern of place 2 j + e
+//   3 planes   word s: low three bits of nibble m are the pattern of place 4 m + s; the fourth bits of word s are plane
+//              s of places 4 m + 3
 //   4 planes   word s: the same for all s, of where planes 1 to 3 agree with plane 0. The fourth bits of nibbles 1, 3, 5, 7
-//              and 0, 2, 4, 6 say whether plane 0 is negative at the columns of nibbles 0 to 3 and 4 to 7
+//              and 0, 2, 4, 6 say whether plane 0 is negative at the places of nibbles 0 to 3 and 4 to 7
 #pragma once
 #include "tiles.cuh"
 
@@ -15,14 +25,6 @@ constexpr uint32 kEvenBits = 0x55555555u, kNibbleOnes = 0x11111111u, kByteOnes =
 
 constexpr int firstPlanes(int bits) { return bits < kBlockPlanes ? bits : kBlockPlanes; }
 constexpr int secondPlanes(int bits) { return bits - firstPlanes(bits); }
-
-// The first column of pair i of word s, and how far the second one is from it.
-__device__ __forceinline__ int pairColumn(int bits, int s, int i) {
-    if (bits == 1) return 4 * s + i;
-    if (bits == 2) return s % 2 * 4 + i / 2 * 2 + s / 2 + i % 2 * 16;
-    return 8 * i + s;
-}
-__device__ __forceinline__ int pairDistance(int bits) { return bits == 1 ? 16 : bits == 2 ? 8 : 4; }
 
 // Bits of a where mask is 1, of b elsewhere.
 __device__ __forceinline__ uint32 pick(uint32 a, uint32 b, uint32 mask) { return (a & mask) | (b & ~mask); }
@@ -64,6 +66,45 @@ __device__ __forceinline__ void codesToPlanes(uint32* words) {
     }
 }
 
+// The places of a word whose number has this bit, or has not.
+constexpr uint32 placesOf(int bit, bool set) {
+    uint32 mask = 0;
+    for (int place = 0; place < kBitsPerWord; ++place) mask |= uint32((place >> bit & 1) == int(set)) << place;
+    return mask;
+}
+
+// Exchange two bits of the numbers of a word's places; kHigh above kLow.
+template <int kHigh, int kLow>
+__device__ __forceinline__ uint32 exchangePlaces(uint32 word) {
+    constexpr int kDistance = (1 << kHigh) - (1 << kLow);
+    const uint32 moved = (word >> kDistance ^ word) & placesOf(kLow, true) & placesOf(kHigh, false);
+    return word ^ moved ^ moved << kDistance;
+}
+
+// Exchange a bit of the numbers of places with a bit, `distance`, of t among the four lanes of a row. Whole warps call it.
+template <int kPlace>
+__device__ __forceinline__ uint32 exchangeWithLanes(uint32 word, int distance, int lane) {
+    constexpr uint32 kLower = placesOf(kPlace, false);
+    const uint32 other = __shfl_xor_sync(kFullWarp, word, distance);
+    return lane & distance ? pick(other >> (1 << kPlace), word, kLower) : pick(word, other << (1 << kPlace), kLower);
+}
+
+// A lane's word of a plane in the order for batches -> columns 32 t .. 32 t + 31 of half a tile row: the exchanges of
+// ops/bcq/codes.py from the last to the first.
+template <int kBits>
+__device__ __forceinline__ uint32 neighbouringColumns(uint32 word, int lane) {
+    word = exchangePlaces<1, 0>(word);
+    if constexpr (kBits == 1) {
+        word = exchangePlaces<4, 0>(exchangePlaces<3, 2>(exchangePlaces<2, 1>(word)));
+    } else if constexpr (kBits == 2) {
+        word = exchangePlaces<4, 3>(exchangePlaces<3, 0>(exchangePlaces<2, 1>(word)));
+    } else {
+        word = exchangePlaces<2, 0>(word);
+    }
+    return exchangeWithLanes<2>(exchangeWithLanes<1>(word, 1, lane), 2, lane);
+}
+
+// A lane's words of codes -> of planes, of the same columns.
 template <int kBits>
 __device__ __forceinline__ void wordsToPlanes(uint32 (&words)[kBits]) {
     codesToPlanes<firstPlanes(kBits)>(words);

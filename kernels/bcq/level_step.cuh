@@ -5,30 +5,21 @@
 
 constexpr int kProductTokens = 8;  // columns of B
 constexpr int kChains = 2;         // sums that products take in turn: one would wait for itself
-constexpr uint32 kLowHalves = 0x5410, kHighHalves = 0x7632;  // of two registers, by a byte permutation
 
 // A record holds one k tile of eight tokens, in the fragment order of the products' B operand:
-//   [half][word s][lane = 4 token + t, the third bit turned in the second half] uint4
-//     pairs 0 .. 3 of word s of the token's columns 128 half + 32 t on (level_codes.cuh)
-template <int kBits>
+//   [half][word s][lane = 4 token + t] uint4, one vector of padding behind a word's
+//     pairs 0 .. 3 of a lane's word s (level_codes.cuh): columns 128 half + 32 s + 8 i + 2 t of the token and the next
 struct PairRecord {
-    static constexpr int kWordBytes = kWarpSize * kVectorBytes, kHalf = kChunkWords * kWordBytes, kBytes = 2 * kHalf;
+    // Neighbouring lanes write neighbouring words of a token: with the padding they meet in no bank.
+    static constexpr int kWordBytes = (kWarpSize + 1) * kVectorBytes, kHalf = kChunkWords * kWordBytes, kBytes = 2 * kHalf;
 
-    // Neighbouring lanes write both halves of a token: turned, they meet in no bank.
-    static __device__ __forceinline__ uint32 place(uint32 lane, uint32 half) {
-        return half * kHalf + (lane ^ half * kTileQuads) * kVectorBytes;
-    }
+    static __device__ __forceinline__ uint32 place(uint32 lane, uint32 half) { return half * kHalf + lane * kVectorBytes; }
     static __device__ __forceinline__ void write(const RawWord& x, uint32 word, unsigned char* record, uint32 token) {
-        unsigned char* to = record + place(token * kTileQuads + word % kTileQuads, word / kTileQuads);
+        unsigned char* to = record + word * kWordBytes + place(token * kTileQuads, 0);
 #pragma unroll
-        for (int s = 0; s < kChunkWords; ++s) {
-            uint32 pairs[kWordPairs];
-#pragma unroll
-            for (int i = 0; i < kWordPairs; ++i) {
-                const int first = pairColumn(kBits, s, i), second = first + pairDistance(kBits);  // both odd, or both even
-                pairs[i] = __byte_perm(x.pairs[first / 2], x.pairs[second / 2], first % 2 ? kHighHalves : kLowHalves);
-            }
-            *reinterpret_cast<uint4*>(to + s * kWordBytes) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        for (int t = 0; t < kTileQuads; ++t) {  // pair i: registers 4 i + t
+            *reinterpret_cast<uint4*>(to + t * kVectorBytes) =
+                make_uint4(x.pairs[t], x.pairs[4 + t], x.pairs[8 + t], x.pairs[12 + t]);
         }
     }
 };
@@ -63,7 +54,7 @@ __device__ __noinline__ void makePairRecords(const uint16* x, Activations part, 
 template <int kBits, int kSegment, int kScaleBits_, int kTokens_, bool kAdds, int kDtype>
 struct LevelProduct {
     using Shape = StepShape<kBits, kSegment, kScaleBits_, 1>;
-    using Record = PairRecord<kBits>;
+    using Record = PairRecord;
     using Row = Levels<kBits, kAdds, kDtype>;
     using Maker = TableMaker<kBits, Row>;
     using Words = PlaneWords<kBits, BlockOf<true>::Type>;
@@ -71,7 +62,7 @@ struct LevelProduct {
     static constexpr int kSets = kTokens / kSetTokens, kTileSegments = Shape::kTileSegments;
     static constexpr int kTableBytes = kTileSegments * Maker::kSegmentTable;  // the levels of a tile
 
-    uint32 vector, places[2], tables, ownTables, row;  // places: of x in the halves of a record
+    uint32 vector, places[2], tables, row;  // places: of x in the halves of a record
     const Maker maker;
     uint4 codes[kBits];  // of the tile at hand
     float sums[kChains][kSets][4] = {};
@@ -81,7 +72,6 @@ struct LevelProduct {
         : vector(pinned(lane * kVectorBytes)), tables(tables), row(lane / kTileQuads),
           maker(lane, entries, kScaleBits, kTileSegments) {
         places[0] = pinned(Record::place(lane, 0)), places[1] = pinned(Record::place(lane, 1));
-        ownTables = pinned(tables + lane % kTileQuads * kTileSegments / kWordsPerTileRow * Maker::kSegmentTable);
     }
 
     // Read a tile from the stage at this shared address, which may be filled again when all lanes have.
@@ -100,19 +90,23 @@ struct LevelProduct {
             for (int i = 0; i < kBits; ++i) {
                 upperCodes[i] = half ? codes[i].z : codes[i].x, lowerCodes[i] = half ? codes[i].w : codes[i].y;
             }
-            const uint32 halfTables = ownTables + half * (kTileSegments / 2) * Maker::kSegmentTable;
             Words upperWords, lowerWords;
-            Row upper, lower;
             upperWords.take(upperCodes), lowerWords.take(lowerCodes);
-            upper.load(halfTables, row), lower.load(halfTables, row + kTileN / kLaneRows);
-            multiplyHalf(upperWords, lowerWords, upper, lower, record + places[half], setBytes);
+            const uint32 halfTables = tables + half * (kTileSegments / 2) * Maker::kSegmentTable;
+            multiplyHalf(upperWords, lowerWords, halfTables, record + places[half], setBytes);
         }
     }
 
-    __device__ __forceinline__ void multiplyHalf(const Words& upperWords, const Words& lowerWords, const Row& upper,
-                                                 const Row& lower, uint32 record, uint32 setBytes) {
+    __device__ __forceinline__ void multiplyHalf(const Words& upperWords, const Words& lowerWords, uint32 halfTables,
+                                                 uint32 record, uint32 setBytes) {
+        constexpr int kSegmentWords = kWordsPerTileRow / kTileSegments;
+        Row upper, lower;
 #pragma unroll
         for (int word = 0; word < kChunkWords; ++word) {
+            if (word % kSegmentWords == 0) {
+                const uint32 own = halfTables + word / kSegmentWords * Maker::kSegmentTable;
+                upper.load(own, row), lower.load(own, row + kTileN / kLaneRows);
+            }
             uint32 a[kWordPairs], b[kWordPairs];
             upperWords.expand(upper, word, a);
             lowerWords.expand(lower, word, b);

@@ -1,4 +1,4 @@
-// Weights from sign planes, two a register: for the pattern that the planes have at a column, the level of its group.
+// Weights from sign planes or their codes, two a register: for the pattern that the planes have at a column, the level of its group.
 //
 //   level = sum_i scale_i (2 sign_i - 1) + offset
 //
@@ -6,7 +6,8 @@
 // by the four nibbles of a selector, so four levels cost two look-ups and two permutations that put the bytes together.
 // Four planes have sixteen levels, which are eight and their negatives: nibbles then say where planes 1 to 3 agree with
 // plane 0, and plane 0 gives the sign. An offset is added behind. More than four planes are two blocks of planes, whose
-// levels are added. A word is what is expanded at once: eight of the 32 columns of a lane, four pairs (arrange.cuh).
+// levels are added. A word is what is expanded at once: eight of the 32 columns of a lane, four pairs (arrange.cuh; of codes
+// level_codes.cuh).
 // Every level and every sum rounds to the type of x.
 #pragma once
 #include "level_codes.cuh"
@@ -45,6 +46,7 @@ __device__ __forceinline__ uint4 levelTable(const float* scale, float offset) {
 // stands in memory as codes (level_codes.cuh).
 template <int kPlanes, bool kCodes>
 struct PlaneBlock {
+    static constexpr bool kStoredAsCodes = kCodes;
     static constexpr bool kSigns = kPlanes == 4;  // whether levels are those of a sign and their negatives
     static constexpr int kWords = kCodes ? kPlanes : 4;
     // Codes; or even, odd: two planes at even and at odd columns, a pair of bits each; the third plane; plane 0 of four.

@@ -10,6 +10,8 @@
 //     fp16; or, with 8-bit scales, codes that count in the factor of their row: uint8 of a scale, int8 of an offset
 //   factor tiles [n tile][g][2] fp16                     with 8-bit scales
 //
+// In the order for batches the words of a lane hold other columns of each half (level_codes.cuh).
+//
 // That is the fragment order of mma.m16n8k128/k256 with the weights as A, so one coalesced 512-byte load feeds the
 // tensor cores and no bit moves. Columns behind K and rows behind N are zero bits and zero scales.
 #pragma once

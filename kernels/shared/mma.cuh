@@ -218,17 +218,6 @@ __device__ __forceinline__ void waitForPriorKernels() {
 #endif
 }
 
-// A count in global memory by which blocks wait for each other: add one behind all that this thread wrote or saw written;
-// read it ahead of what it allows to be read.
-__device__ __forceinline__ void releaseCount(uint32* count) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
-}
-__device__ __forceinline__ uint32 acquireCount(const uint32* count) {
-    uint32 value;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
-    return value;
-}
-
 // Under a programmatic dependent launch: let the next kernel's blocks start once every block said so or ended.
 __device__ __forceinline__ void allowNextKernel() {
 #if QK_OVERLAP

@@ -109,6 +109,26 @@ __device__ __forceinline__ void copyBulk(uint32 shared, const void* global, uint
     copyBulk(shared, global, bytes, sharedAddress(barrier));
 }
 
+// How a tensor in global memory is copied by boxes: made by the driver (quantkit/cuda/tensor_map.py), opaque. Kernels take
+// it as a const __grid_constant__ parameter.
+struct alignas(64) TensorMap {
+    uint64 opaque[16];
+};
+
+// Bring a map to where copies read it.
+__device__ __forceinline__ void prefetchTensorMap(const void* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copy the box from this column and row on to shared memory; the barrier counts all of its bytes.
+__device__ __forceinline__ void copyBox(uint32 shared, const void* map, int column, int row, uint32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            shared),
+        "l"(map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+}
+
 // Bulk copies of kBlocks neighbouring blocks of tiles, k tile after k tile of kStep bytes; blocks behind the last copy it
 // again.
 template <int kBlocks, uint32 kStep>

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from quantkit.cuda.library import cuda_library
 from quantkit.cuda.parameters import Argument, Parameter
 from quantkit.errors import KernelError
 
@@ -42,10 +43,7 @@ class _Config(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise KernelError("the NVIDIA driver library libcuda.so.1 cannot be loaded; install the driver") from error
+    library = cuda_library()
     library.cuLaunchKernelEx.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     return library
 
@@ -64,12 +62,12 @@ def _attributes(overlap: bool, cluster: int) -> ctypes.Array[_Attribute]:
 class _Call:
     """What the driver reads of one launch: values of the parameters, pointers to them, configuration."""
 
-    def __init__(self, codes: str):
-        packed = struct.Struct(f"@{codes}")
+    def __init__(self, codes: tuple[str, ...]):
+        packed = struct.Struct(f"@{''.join(codes)}")
         self.values = (ctypes.c_uint64 * -(-packed.size // _WORD_BYTES))()
         self.pack_into = packed.pack_into
         start = ctypes.addressof(self.values)
-        ends = (struct.calcsize(f"@{codes[: i + 1]}") for i in range(len(codes)))
+        ends = (struct.calcsize(f"@{''.join(codes[: i + 1])}") for i in range(len(codes)))
         places = (start + end - struct.calcsize(code) for end, code in zip(ends, codes, strict=True))
         self._pointers = (ctypes.c_void_p * len(codes))(*places)
         self.pointers = ctypes.addressof(self._pointers)
@@ -90,7 +88,8 @@ class LoadedKernel:
         self._handle: int = function.ptr
         self._names = tuple(parameter.name for parameter in parameters)
         self._pointers = tuple(i for i, parameter in enumerate(parameters) if parameter.pointer)
-        self._codes = "".join(parameter.code for parameter in parameters)
+        self._maps = tuple(i for i, parameter in enumerate(parameters) if parameter.map)
+        self._codes = tuple(parameter.code for parameter in parameters)
         self._own = threading.local()
 
     def queue(
@@ -116,10 +115,11 @@ class LoadedKernel:
         except AttributeError:
             call = self._own.call = _Call(self._codes)
         try:
-            values = [arguments[name] for name in self._names]
+            values: list[Any] = [arguments[name] for name in self._names]
             for i in self._pointers:
-                place: Any = values[i]
-                values[i] = 0 if place is None else place.data_ptr()
+                values[i] = 0 if values[i] is None else values[i].data_ptr()
+            for i in self._maps:
+                values[i] = b"" if values[i] is None else values[i].encoded()
             call.pack_into(call.values, 0, *values)
         except (AttributeError, KeyError, struct.error) as error:
             raise KernelError(f"kernel launch with a missing argument or one of the wrong kind: {error}") from error

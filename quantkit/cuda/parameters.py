@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.cuda.source import KernelSource
+from quantkit.cuda.tensor_map import MAP_BYTES, TensorMap
 from quantkit.errors import KernelError
 
 
@@ -31,14 +32,16 @@ class Within(NamedTuple):
         return self.memory.data_ptr() + self.offset
 
 
-Argument = Tensor | Within | int | float | None
-"""Tensor, Within or None: a pointer (null for None). int (bool too): a 32-bit integer. float: fp32."""
+Argument = Tensor | Within | TensorMap | int | float | None
+"""Tensor, Within or None: a pointer (null for None). TensorMap or None: a map (zeros for None). int (bool too): a
+32-bit integer. float: fp32."""
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _WORD = re.compile(r"\s*(\w+)\s*")
 _PARAMETER = re.compile(r"(?P<type>.*[\s*&>])(?P<name>\w+)$", re.DOTALL)
-_QUALIFIERS = re.compile(r"\b(const|__restrict__|typename)\b")
-_SCALARS = {"int": "i", "uint32": "I", "float": "f"}
+_QUALIFIERS = re.compile(r"\b(const|__restrict__|__grid_constant__|typename)\b")
+_MAP = "TensorMap"
+_SCALARS = {"int": "i", "uint32": "I", "float": "f", _MAP: f"{MAP_BYTES}s"}
 _POINTER_CODE = "P"
 # Pointers to these types take tensors of these only; any other pointer is to bytes or vectors of anything.
 _ELEMENTS = {
@@ -56,6 +59,11 @@ class Parameter:
     name: str
     type: str
     pointer: bool
+
+    @property
+    def map(self) -> bool:
+        """Whether it is a tensor map, by value."""
+        return self.type == _MAP and not self.pointer
 
     @property
     def code(self) -> str:
@@ -152,7 +160,7 @@ def check_arguments(
             kind = f"{parameter.type}*" if parameter.pointer else parameter.type
             given = f"a {value.dtype} tensor" if isinstance(value, Tensor) else repr(value)
             raise KernelError(f"kernel {kernel}: {parameter.name} is {kind}, and got {given}")
-        if isinstance(value, Tensor | Within) and value.device != device:
+        if isinstance(value, Tensor | Within | TensorMap) and value.device != device:
             raise KernelError(
                 f"kernel {kernel}: {parameter.name} is on {value.device}, and the kernel runs on {device}"
             )
@@ -164,6 +172,8 @@ def _takes(parameter: Parameter, value: Argument) -> bool:
         if isinstance(value, Tensor):
             return known is None or value.dtype in known
         return value is None or isinstance(value, Within)
+    if parameter.map:
+        return value is None or isinstance(value, TensorMap)
     if parameter.type == "float":
         return isinstance(value, int | float) and not isinstance(value, bool)
     low, high = (0, 2**32) if parameter.type == "uint32" else (-(2**31), 2**31)

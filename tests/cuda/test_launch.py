@@ -17,6 +17,7 @@ from quantkit.cuda.driver import LoadedKernel
 from quantkit.cuda.launch import Launch
 from quantkit.cuda.parameters import Argument, Parameter, Within
 from quantkit.cuda.source import KernelSource
+from quantkit.cuda.tensor_map import MAP_BYTES, TensorMap
 from quantkit.errors import KernelError
 
 CPU = torch.device("cpu")
@@ -96,6 +97,26 @@ def test_arguments_are_put_in_the_kernels_order(machine: Driver, given: Callable
         (x.data_ptr(), 9, 2**32 - 1, 3.0, y.data_ptr(), 1.5),
         (y.data_ptr() + 1, -7, 2**32 - 1, 3.0, y.data_ptr() + 3, 1.5),
     ]
+
+
+def test_a_tensor_map_is_passed_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[tuple[int, bytes, int]] = []
+    types = (ctypes.c_int32, ctypes.c_char * MAP_BYTES, ctypes.c_int32)
+
+    def take(config: int, function: int, pointers: int, extra: None) -> int:
+        places = (ctypes.c_void_p * len(types))(*(ctypes.c_void_p * len(types)).from_address(pointers))
+        first, given, last = (kind.from_address(at) for kind, at in zip(types, places, strict=True))
+        read.append((first.value, bytes(given), last.value))
+        return 0
+
+    monkeypatch.setattr(driver, "_library", lambda: SimpleNamespace(cuLaunchKernelEx=take))
+    monkeypatch.setattr(TensorMap, "encoded", lambda self: bytes(range(MAP_BYTES)))
+    names = (("first", "int"), ("x", "TensorMap"), ("last", "int"))
+    kernel = LoadedKernel(SimpleNamespace(ptr=HANDLE), tuple(Parameter(*name, False) for name in names))
+    sizes = {"grid": (1,), "block": 32, "shared_mem": 0, "stream": STREAM, "overlap": False, "cluster": 1}
+    kernel.queue({"first": 3, "x": TensorMap(torch.zeros(2, 8), 8, 8), "last": 4}, **sizes)
+    kernel.queue({"first": 3, "x": None, "last": 4}, **sizes)
+    assert read == [(3, bytes(range(MAP_BYTES)), 4), (3, bytes(MAP_BYTES), 4)]
 
 
 def test_sizes_stream_and_attributes_reach_the_driver(machine: Driver, given: Callable[..., Launch]) -> None:

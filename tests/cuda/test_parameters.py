@@ -10,6 +10,7 @@ import torch
 from quantkit.cuda.architectures import ARCHITECTURES
 from quantkit.cuda.parameters import Parameter, check_arguments, global_functions, kernel_parameters
 from quantkit.cuda.source import KernelSource
+from quantkit.cuda.tensor_map import TensorMap
 from quantkit.errors import KernelError
 from quantkit.ops.instances import all_units
 
@@ -24,7 +25,7 @@ __global__ void __launch_bounds__(kThreads * (kBits + 1), kWide ? 2 : 1)
             const typename Stored<kBits, kWide>::Type* weights,
             uint16 *y, void* __restrict__ z, long long const* place,
             int M, uint32 magic,
-            float step) {
+            float step, const __grid_constant__ TensorMap map) {
     body(x, 1);
 }
 __global__ void __launch_bounds__(32) empty() {}
@@ -40,6 +41,7 @@ PRODUCT = (
     Parameter("M", "int", False),
     Parameter("magic", "uint32", False),
     Parameter("step", "float", False),
+    Parameter("map", "TensorMap", False),
 )
 
 
@@ -54,6 +56,7 @@ def arguments(**changes: Any) -> dict[str, Any]:
         "M": 3,
         "magic": 2**32 - 1,
         "step": 0.5,
+        "map": TensorMap(torch.zeros(4, 8).half(), 8, 8),
     }
     return {name: value for name, value in {**given, **changes}.items() if value != "absent"}
 
@@ -92,7 +95,7 @@ def test_an_unknown_function_or_type_is_an_error(monkeypatch: pytest.MonkeyPatch
 
 def test_the_right_arguments_pass() -> None:
     check_arguments("product", PRODUCT, arguments(), CPU)
-    check_arguments("product", PRODUCT, arguments(M=True, step=2, scales=None), CPU)
+    check_arguments("product", PRODUCT, arguments(M=True, step=2, scales=None, map=None), CPU)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,8 @@ def test_the_right_arguments_pass() -> None:
         ({"M": 2**31}, "M is int, and got 2147483648"),
         ({"magic": -1}, "magic is uint32, and got -1"),
         ({"step": True}, "step is float, and got True"),
+        ({"map": torch.zeros(4, 8)}, "map is TensorMap, and got a torch.float32 tensor"),
+        ({"map": TensorMap(torch.zeros(4, 8, device="meta"), 8, 8)}, "map is on meta"),
         ({"x": 7}, r"x is uint8\*, and got 7"),
         ({"scales": torch.zeros(3).half()}, r"scales is float\*, and got a torch.float16 tensor"),
         ({"y": torch.zeros(3)}, r"y is uint16\*, and got a torch.float32 tensor"),

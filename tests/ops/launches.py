@@ -10,6 +10,7 @@ import torch
 from quantkit.cuda.architectures import Architecture
 from quantkit.cuda.device import gpu_of
 from quantkit.cuda.launch import Launch
+from quantkit.ops.bcq import gemm_launch
 
 PROCESSORS = 20
 MOST_GRID = (2**31 - 1, 65535, 65535)
@@ -45,5 +46,6 @@ def record(monkeypatch: pytest.MonkeyPatch, row: Architecture) -> Recorder:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: row.title)
     monkeypatch.setattr(Launch, "run", lambda launch: recorder.take(launch))
+    monkeypatch.setattr(gemm_launch, "zero_counts", lambda count, device: torch.zeros(count, dtype=torch.int32))
     gpu_of.cache_clear()
     return recorder

@@ -1,7 +1,8 @@
 """Sign words as codes of a weight's levels, from which the fused product makes selectors with few instructions.
 
-``words`` [..., bits, 128] int32 hold 32 columns of a row each, a word per plane (layout.py). In the order of codes the
-same bits stand where kernels/bcq/level_codes.cuh draws them, planes 1 to 3 of the first four as whether they agree with
+``words`` [n tiles, k tiles, bits, 128] int32 hold 32 columns of a row each, a word per plane (layout.py). In the order
+of codes the same bits stand where kernels/bcq/level_codes.cuh draws them: columns change places among the four words of
+half a tile row, so that products meet x as it is, and planes 1 to 3 of the first four become whether they agree with
 plane 0. Both directions are exact.
 """
 
@@ -14,19 +15,70 @@ from torch import Tensor
 
 _Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 _BLOCK_PLANES = 4
+_QUADS, _WORD_BITS, _PLACE_BITS = 4, 32, 5
+_CHUNK_WORDS = 1 << 22  # that are converted at once: what conversions need of memory is some times as much
 _EVEN_BITS, _NIBBLE_ONES = 0x55555555, 0x11111111
 _BYTE_ONES, _LOW_ONES = 0x01010101, 0x1111
 _ODD_BITS = -0x55555556  # 0xAAAAAAAA as int32
 
+# A column of half a tile row is seven bits: the number of its word (6, 5) and its place in the word (4 .. 0). The order
+# of codes exchanges one pair of these bits after the other, which pairs by the weight's planes; the first two decide
+# which of the four lanes of a row gets a column.
+_TO_LANES = ((6, 2), (5, 1))
+_EXCHANGES = {
+    1: (*_TO_LANES, (4, 0), (3, 2), (2, 1), (1, 0)),
+    2: (*_TO_LANES, (4, 3), (3, 0), (2, 1), (1, 0)),
+    3: (*_TO_LANES, (2, 0), (1, 0)),  # and more
+}
+
 
 def to_codes(words: Tensor) -> Tensor:
     """Planes -> codes."""
-    return _by_block(words, _CODES)
+    exchanges = _exchanges(words)
+    return _in_chunks(words, lambda chunk: _by_block(_exchanged(chunk, exchanges), _CODES))
 
 
 def to_planes(words: Tensor) -> Tensor:
     """Codes -> planes."""
-    return _by_block(words, _PLANES)
+    exchanges = _exchanges(words)[::-1]
+    return _in_chunks(words, lambda chunk: _exchanged(_by_block(chunk, _PLANES), exchanges))
+
+
+def _exchanges(words: Tensor) -> tuple[tuple[int, int], ...]:
+    return _EXCHANGES[min(words.shape[-2], max(_EXCHANGES))]
+
+
+def _in_chunks(words: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    changed = torch.empty_like(words, memory_format=torch.contiguous_format)
+    chunk = max(1, _CHUNK_WORDS * len(words) // max(1, words.numel()))
+    for source, target in zip(words.split(chunk), changed.split(chunk), strict=True):
+        target.copy_(change(source))
+    return changed
+
+
+def _exchanged(words: Tensor, exchanges: Sequence[tuple[int, int]]) -> Tensor:
+    """Columns with two bits of their number exchanged, pair after pair; each is its own inverse."""
+    lanes = list(words.unflatten(-1, (-1, _QUADS, _QUADS)).unbind(-2))  # [.., rows of eight, a lane's four words]
+    for high, low in exchanges:
+        if high >= _PLACE_BITS:
+            distance, mask = 1 << low, _places(low, set_=False)
+            for first in (lane for lane in range(_QUADS) if not lane >> (high - _PLACE_BITS) & 1):
+                second = first + (1 << (high - _PLACE_BITS))
+                moved = (lanes[first] >> distance ^ lanes[second]) & mask
+                lanes[first], lanes[second] = lanes[first] ^ moved << distance, lanes[second] ^ moved
+        else:
+            distance = (1 << high) - (1 << low)
+            mask = _places(low, set_=True) & _places(high, set_=False)
+            for lane, word in enumerate(lanes):
+                moved = (word >> distance ^ word) & mask
+                lanes[lane] = word ^ moved ^ moved << distance
+    return torch.stack(lanes, -2).flatten(-3)
+
+
+def _places(bit: int, *, set_: bool) -> int:
+    """The places of a word whose number has this bit, or has not, as an int32."""
+    mask = sum(1 << place for place in range(_WORD_BITS) if bool(place >> bit & 1) == set_)
+    return mask - (1 << _WORD_BITS) if mask >> (_WORD_BITS - 1) else mask
 
 
 def _by_block(words: Tensor, changes: dict[int, _Change]) -> Tensor:

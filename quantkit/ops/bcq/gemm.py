@@ -27,6 +27,7 @@ from quantkit.ops.bcq.instances import (
     ARRANGE_TOKENS,
     FLOAT_BYTES,
     GEMM_BARRIER_BYTES,
+    GEMM_FEW_TOKENS,
     GEMM_MOST_STAGES,
     PANEL_K,
     SOURCES,
@@ -40,8 +41,11 @@ FUSED = (Kernel.BCQ_GEMM_WGMMA, Kernel.BCQ_GEMM_MMA)
 GEMM_TYPES = (torch.float16, torch.bfloat16)
 GROUP_WARPS = 4
 _SHORT_BYTES, _VECTOR_BYTES = 2, 16
+VECTOR_VALUES = _VECTOR_BYTES // _SHORT_BYTES
+"""Elements of x in 16 bytes."""
 _PANEL_ROW_BYTES = PANEL_K * _SHORT_BYTES
 TOKEN_BAND = 4  # tiles of tokens that blocks work on at once, for x and the weights to stay in L2
+_HALF_TILES = 2  # of a k tile: segments of as many or fewer do not change within them
 _SHARED_ITEMS = 2  # that a block has a share of, at most
 _FEW_BITS = 4  # planes up to which shared memory carries the other shapes at any group size
 OFFSETS_APART = (1, 4, 8)  # planes whose tables of levels leave no room for an offset (kernels/bcq/levels.cuh)
@@ -56,6 +60,7 @@ _SPILLING_OF_8 = {
     *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2)),
 }
 _SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {
+    (1, False): {(128, 3, 1, 3)},
     (3, False): {(64, 4, 1, 2)},
     (4, True): {(64, 4, 1, 2), (64, 2, 2, 2)},
     (5, False): {(64, 1, 3, 3)},
@@ -271,15 +276,16 @@ def gemm_arguments(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> tup
 @cache
 def gemm_unit(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> CompileUnit:
     """The instance for a problem, activations and a shape of gemm_layouts."""
-    arguments = (shape.warpgroups, it.weight_bits, it.codes, *gemm_arguments(it, dtype, shape))
+    fine = it.codes and shape.tokens > GEMM_FEW_TOKENS and it.segments > _HALF_TILES
+    arguments = (shape.warpgroups, it.weight_bits, it.codes, *gemm_arguments(it, dtype, shape), fine)
     return CompileUnit(SOURCES[Kernel.BCQ_GEMM_MMA], "bcqGemm", arguments)
 
 
-def least_problems(row: Architecture, *, codes: bool = False) -> Iterator[GemmProblem]:
+def least_problems(row: Architecture, *, codes: bool = False, segments: int = 1) -> Iterator[GemmProblem]:
     """One problem for every number of planes and place of their offsets."""
     for bits in range(1, MAX_BITS + 1):
         for entries in (bits, bits + 1) if bits in OFFSETS_APART else (bits,):
-            yield GemmProblem(bits, entries, 2 * BITS_PER_BYTE, 1, 1, 1, 1, Gpu(row, 1), codes)
+            yield GemmProblem(bits, entries, 2 * BITS_PER_BYTE, segments, 1, 1, 1, Gpu(row, 1), codes)
 
 
 def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
@@ -287,15 +293,15 @@ def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
     if gemm_kernel(row) is None:
         return
     yield ARRANGE
-    for codes in (False, True):
-        for it in least_problems(row, codes=codes):
-            for dtype in GEMM_TYPES:
-                yield from (gemm_unit(it, dtype, shape) for shape in _shapes(it))
+    for codes, segments in ((False, (1,)), (True, (1, _HALF_TILES + 1))):
+        problems = [it for count in segments for it in least_problems(row, codes=codes, segments=count)]
+        units = (gemm_unit(it, dtype, shape) for it in problems for dtype in GEMM_TYPES for shape in _shapes(it))
+        yield from dict.fromkeys(units)  # once where the number of segments makes no difference
 
 
 def is_vectors(x: Tensor) -> bool:
     """Whether rows of x [M, K] are made of aligned 16-byte vectors."""
-    return x.shape[1] % (_VECTOR_BYTES // 2) == 0 and x.data_ptr() % _VECTOR_BYTES == 0
+    return x.shape[1] % VECTOR_VALUES == 0 and x.data_ptr() % _VECTOR_BYTES == 0
 
 
 def arrange_launch(

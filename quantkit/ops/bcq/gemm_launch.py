@@ -12,42 +12,46 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quantkit.cuda.compile import CompileUnit
+from quantkit.cuda.counts import zero_counts
 from quantkit.cuda.device import Gpu, gpu_of
 from quantkit.cuda.launch import Launch
 from quantkit.cuda.parameters import Argument, Within
+from quantkit.cuda.tensor_map import TensorMap
 from quantkit.ops.bcq.gemm import (
     ARRANGE,
     TOKEN_BAND,
+    VECTOR_VALUES,
     GemmLayout,
     GemmProblem,
+    GemmShape,
     arrange_launch,
     gemm_unit,
+    is_vectors,
     plan_gemm,
 )
-from quantkit.ops.bcq.instances import FLOAT_BYTES, TILE_K
+from quantkit.ops.bcq.instances import FLOAT_BYTES, PANEL_K, TILE_K
 from quantkit.ops.bcq.layout import BcqSizes, BcqTiles, tile_counts
 from quantkit.ops.bcq.product import Product, activation_segment, group_magic, weight_args
 
 _PLANS = 4096  # that are kept: some shapes, with many numbers of tokens each
 _ALIGNMENT = 256  # bytes, that of an allocation
-_INT_BYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
     """A fused product without its tensors.
 
-    args: of its kernel, without pointers. partials, ready: where these begin in the work memory, in bytes, behind x in
-    order. work_bytes: of all.
+    args: of its kernel, without pointers. partials: where these begin in the work memory, in bytes, behind x in order.
+    work_bytes: of both.
     """
 
     unit: CompileUnit
     layout: GemmLayout
     args: Mapping[str, Argument]
     partials: int
-    ready: int
     work_bytes: int
 
 
@@ -56,35 +60,35 @@ def gemm_problem(weight: BcqTiles, tokens: int, gpu: Gpu) -> GemmProblem:
     return _problem(weight.sizes, tokens, gpu)
 
 
-def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) -> tuple[Launch, Launch]:
-    """x in the order of the products, and the fused product; for many tokens.
+def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) -> tuple[Launch, ...]:
+    """The fused product, for many tokens; of sign planes behind a launch that puts x in the order of the products.
 
     layout: another one than the planned, for tuning. Raises KernelError where the group size is no multiple of 32.
     """
-    x, weight, tokens = product.x, product.weight, product.x.shape[0]
-    plan = _plan(weight.sizes, tokens, x.dtype, gpu, layout)
+    x, weight = product.x, product.weight
+    plan = _plan(weight.sizes, x.shape[0], x.dtype, gpu, layout)
     work = torch.empty(plan.work_bytes, dtype=torch.uint8, device=x.device)
-    arranged, ready = Within(work, 0), Within(work, plan.ready)
-    arrange = arrange_launch(
-        ARRANGE,
-        x,
-        arranged=arranged,
-        tokens=tokens,
-        tile_tokens=plan.layout.shape.tokens,
-        bits=weight.weight_bits,
-        own={"ready": ready, "readyCount": plan.layout.shared_items},
-    )
-    own = {"x": arranged, "partials": Within(work, plan.partials), "ready": ready}
+    arranged = Within(work, 0)
     multiply = Launch(
         plan.unit,
         x.device,
         grid=(plan.layout.blocks,),
         block=plan.layout.shape.threads,
-        args={**weight_args(weight), **product.epilogue_args(), **plan.args, **own},
+        args={
+            **weight_args(weight),
+            **product.epilogue_args(),
+            **plan.args,
+            **(_rows(x, plan.layout.shape) if weight.codes else {"x": arranged, "xMap": None}),
+            "partials": Within(work, plan.partials),
+            "ready": zero_counts(plan.layout.shared_items, x.device),
+        },
         shared_mem=plan.layout.shared_mem,
         overlap=product.weights_ready,
     )
-    return arrange, multiply
+    if weight.codes:
+        return (multiply,)
+    sizes = {"tokens": x.shape[0], "tile_tokens": plan.layout.shape.tokens, "bits": weight.weight_bits}
+    return arrange_launch(ARRANGE, x, arranged=arranged, **sizes, own={}), multiply
 
 
 def gemm(product: Product, layout: GemmLayout | None = None) -> Tensor:
@@ -92,6 +96,16 @@ def gemm(product: Product, layout: GemmLayout | None = None) -> Tensor:
     for launch in gemm_launches(product, gpu_of(product.x.device), layout):
         launch.run()
     return product.y
+
+
+def _rows(x: Tensor, shape: GemmShape) -> dict[str, Argument]:
+    """x as the order for batches takes it: rows of aligned vectors, with zeros behind them where x has others."""
+    if not is_vectors(x):
+        x = pad(x, (0, -x.shape[1] % VECTOR_VALUES)) if x.shape[1] % VECTOR_VALUES else x.clone()
+    columns = {"K": x.shape[1]}
+    if shape.warpgroups:
+        return {"x": None, "xMap": TensorMap(x, shape.tokens, PANEL_K), **columns}
+    return {"x": x, "xMap": None, **columns}
 
 
 def _problem(sizes: BcqSizes, tokens: int, gpu: Gpu) -> GemmProblem:
@@ -117,15 +131,14 @@ def _plan(sizes: BcqSizes, tokens: int, dtype: torch.dtype, gpu: Gpu, layout: Ge
         "tokenBand": TOKEN_BAND,
         "wholeItems": layout.whole_items,
     }
-    partials = _aligned(layout.token_tiles * layout.shape.tokens * it.k_tiles * TILE_K * dtype.itemsize)
-    ready = partials + _aligned(layout.partial_floats * FLOAT_BYTES)
+    arranged = 0 if it.codes else layout.token_tiles * layout.shape.tokens * it.k_tiles * TILE_K * dtype.itemsize
+    partials = _aligned(arranged)
     return _Plan(
         gemm_unit(it, dtype, layout.shape),
         layout,
         args,
         partials=partials,
-        ready=ready,
-        work_bytes=ready + layout.shared_items * _INT_BYTES,
+        work_bytes=partials + layout.partial_floats * FLOAT_BYTES,
     )
 
 

@@ -7,8 +7,8 @@ draws them. N is padded to 16 and K to 256 with zeros, and groups to whole k til
 read straight on. Preparing and restoring change no bit that is stored.
 
 There are two orders. That for latency holds sign planes, which the GEMVs read as they are; it is made for up to four
-tokens. That for batches holds the same words as codes of levels (codes.py), from which the fused product of many tokens
-gets floats with half the instructions.
+tokens. That for batches holds the same bits as codes of levels (codes.py), from which the fused product of many tokens
+gets floats with half the instructions, at columns that let it read x as it is.
 """
 
 from __future__ import annotations

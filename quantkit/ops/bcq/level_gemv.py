@@ -29,7 +29,7 @@ from quantkit.ops.bcq.product import Product, activation_segment, group_magic
 
 LEVEL_SEGMENTS = SEGMENTS[1:]  # wider groups take the widest of these
 TOKENS = (8, 16)
-_SHORT_BYTES = 2
+_SHORT_BYTES, _PADDING_BYTES = 2, 16
 _FEW_PLANES = 4
 _WARPS = {"few": (16,), "few, little memory": (16, 8), "many": (12, 8), "many, little memory": (8, 4)}
 """Warps of a block by planes. Every instance is compiled and tested, so few are made."""
@@ -95,7 +95,7 @@ class LevelProblem:
 
 def record_bytes(tokens: int) -> int:
     """What a block keeps of one k tile of x."""
-    return tokens * TILE_K * _SHORT_BYTES
+    return tokens * (TILE_K * _SHORT_BYTES + _PADDING_BYTES)
 
 
 def _fitted(it: LevelProblem, shape: LevelShape, cluster: int, rounds: int) -> LevelLayout | None:

@@ -137,6 +137,20 @@ def test_planned_layout_on_odd_shapes(bits: int, group_size: int, tokens: int, r
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("k", [1000, 1001, 1024])
+def test_rows_of_x_that_are_no_aligned_vectors_are_copied_first(k: int, row: Architecture | None) -> None:
+    """The order for batches takes x as it is; what stands behind its columns and its tokens must not count."""
+    gpu, weight = _gpu(row), random_weight(4, 130, k, 128, offset=True)
+    tiles, memory = weight.to(CUDA).tiled(codes=True), torch.full((80 * k,), float("nan"), device=CUDA).half()
+    for tokens, start in ((5, 0), (70, 3), (17, 8)):
+        x = memory[start : start + tokens * k].view(tokens, k).normal_()
+        for layout in _layouts(tiles, tokens, gpu):
+            assert relative_error(_multiply(x, tiles, None, gpu, layout), reference(weight, x, None)) < RTOL[x.dtype]
+        memory.fill_(float("nan"))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 def test_tokens_do_not_disturb_each_other(dtype: torch.dtype, row: Architecture | None) -> None:
     gpu, weight = _gpu(row), random_weight(4, 96, 1024, 128, offset=True).to(CUDA).tiled(codes=True)
@@ -179,6 +193,32 @@ def test_a_graph_replays_what_blocks_add_up_for_each_other(tokens: int) -> None:
         product.y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(product.y, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("codes", [False, True], ids=["planes", "codes"])
+def test_graphs_run_beside_each_other_and_beside_other_launches(codes: bool) -> None:
+    """Whatever runs at the same time counts apart."""
+    weight = random_weight(4, 1040, 2560, 128, offset=True)
+    tiles, gpu, tokens = weight.to(CUDA).tiled(codes=codes), _gpu(None), 40
+    layout = next(layout for layout in _layouts(tiles, tokens, gpu) if layout.shared_items)
+    xs = [torch.randn(tokens, 2560, device=CUDA).half() for _ in range(3)]
+    expected = [_multiply(x, tiles, None, gpu, layout) for x in xs]
+    products, graphs = [Product.of(x, tiles, None) for x in xs], [torch.cuda.CUDAGraph() for _ in xs[1:]]
+    for graph, product in zip(graphs, products, strict=False):
+        with torch.cuda.graph(graph):
+            for launch in gemm_launches(product, gpu, layout):
+                launch.run()
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for launch in gemm_launches(products[-1], gpu, layout):
+            launch.run()
+    torch.cuda.synchronize()
+    assert all(torch.equal(product.y, y) for product, y in zip(products, expected, strict=True))
 
 
 @pytest.mark.cuda
