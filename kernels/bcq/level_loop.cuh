@@ -99,11 +99,6 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
         makePairRecords<typename Product::Record, kAhead>(x, piece, own.width * kWordsPerTileRow, records, setBytes);
         piece.k += p.passTiles * kTileK;
         __syncthreads();
-        if constexpr (Product::kSums > 0) {
-            sumRecords<typename Product::Record, Product::kSums, Product::kSets, kWarps, Product::kDtype>(
-                sharedAddress(records), own.width, setBytes, warp, lane);
-            __syncthreads();
-        }
         float* target = ownSums + (own.nTile - firstNTileOf<kWarps>(warp, nTiles)) * kTileSums;
         const uint32 firstRecord = sharedAddress(records);
 #pragma unroll 1

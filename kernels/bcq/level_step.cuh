@@ -9,13 +9,9 @@ constexpr int kChains = 2;         // sums that products take in turn: one would
 // A record holds one k tile of eight tokens, in the fragment order of the products' B operand:
 //   [half][word s][lane = 4 token + t] uint4, one vector of padding behind a word's
 //     pairs 0 .. 3 of a lane's word s (level_codes.cuh): columns 128 half + 32 s + 8 i + 2 t of the token and the next
-//   with kSums: [segment][token] fp32, sums of the columns of each of so many segments
-template <int kSums>
 struct PairRecord {
     // Neighbouring lanes write neighbouring words of a token: with the padding they meet in no bank.
-    static constexpr int kWordBytes = (kWarpSize + 1) * kVectorBytes, kHalf = kChunkWords * kWordBytes;
-    static constexpr int kPairBytes = 2 * kHalf, kSumBytes = kProductTokens * sizeof(float);  // of a segment
-    static constexpr int kBytes = kPairBytes + kSums * kSumBytes;
+    static constexpr int kWordBytes = (kWarpSize + 1) * kVectorBytes, kHalf = kChunkWords * kWordBytes, kBytes = 2 * kHalf;
 
     static __device__ __forceinline__ uint32 place(uint32 lane, uint32 half) { return half * kHalf + lane * kVectorBytes; }
     static __device__ __forceinline__ void write(const RawWord& x, uint32 word, unsigned char* record, uint32 token) {
@@ -54,66 +50,19 @@ __device__ __noinline__ void makePairRecords(const uint16* x, Activations part, 
     }
 }
 
-// Sums of x over the columns of each segment, into records: products with ones, each by a warp. So an offset, which all columns
-// of a segment share, meets their sum once instead of being added to every level.
-template <class Record, int kSums, int kSets, int kWarps, int kDtype>
-__device__ __forceinline__ void sumRecords(uint32 records, int tiles, uint32 setBytes, int warp, int lane) {
-    constexpr uint32 kOnes = kDtype == kFloat16 ? 0x3C003C00u : 0x3F803F80u;
-    const uint4 ones = make_uint4(kOnes, kOnes, kOnes, kOnes);
-#pragma unroll 1
-    for (int unit = warp; unit < tiles * kSets; unit += kWarps) {
-        const uint32 record = records + unit % kSets * setBytes + unit / kSets * Record::kBytes;
-#pragma unroll
-        for (int segment = 0; segment < kSums; ++segment) {
-            float sums[4] = {};
-#pragma unroll
-            for (int word = segment * kWordsPerTileRow / kSums; word < (segment + 1) * kWordsPerTileRow / kSums; ++word) {
-                const uint4 x = loadShared16(record + Record::place(lane, word / kChunkWords) + word % kChunkWords * Record::kWordBytes);
-                shortMma16<kDtype>(sums, ones, x.x, x.y);
-                shortMma16<kDtype>(sums, ones, x.z, x.w);
-            }
-            if (lane < kTileQuads) {  // row 0 of tokens 2 t and 2 t + 1
-                storeShared8(record + Record::kPairBytes + segment * Record::kSumBytes + lane * 2 * sizeof(float),
-                             __float_as_uint(sums[0]), __float_as_uint(sums[1]));
-            }
-        }
-    }
-}
-
-// A row's levels and, behind those of all rows, its offset in fp32.
-template <class Row>
-struct OffsetRow : Row {
-    static constexpr int kRowBytes = Row::kRowBytes + sizeof(float);
-    static __device__ __forceinline__ uint32 place(int row) { return kTileN * Row::kRowBytes + row * sizeof(float); }
-    static __device__ __forceinline__ void make(uint32 tables, int row, const float* scale, float added) {
-        Row::make(tables, row, scale, 0.0f);
-        storeShared4(tables + place(row), __float_as_uint(added));
-    }
-};
-
-template <bool kSummed, class Row>
-struct RowOf {
-    using Type = Row;
-};
-template <class Row>
-struct RowOf<true, Row> {
-    using Type = OffsetRow<Row>;
-};
-
 // What level_loop.cuh runs. A lane 4 g + t ends up with rows g and g + 8 of tokens 2 t and 2 t + 1 of every set of eight.
-template <int kBits, int kSegment, int kScaleBits_, int kTokens_, bool kAdds, int kDtype_>
+template <int kBits, int kSegment, int kScaleBits_, int kTokens_, bool kAdds, int kDtype>
 struct LevelProduct {
     using Shape = StepShape<kBits, kSegment, kScaleBits_, 1>;
-    static constexpr int kTileSegments = Shape::kTileSegments, kSums = kAdds && kBits > 1 ? kTileSegments : 0;
-    using Record = PairRecord<kSums>;
-    using Row = typename RowOf<(kSums > 0), Levels<kBits, kAdds && kSums == 0, kDtype_>>::Type;
+    using Record = PairRecord;
+    using Row = Levels<kBits, kAdds, kDtype>;
     using Maker = TableMaker<kBits, Row>;
     using Words = PlaneWords<kBits, BlockOf<true>::Type>;
     static constexpr int kScaleBits = kScaleBits_, kTokens = kTokens_, kSetTokens = kProductTokens;
-    static constexpr int kSets = kTokens / kSetTokens, kDtype = kDtype_;
+    static constexpr int kSets = kTokens / kSetTokens, kTileSegments = Shape::kTileSegments;
     static constexpr int kTableBytes = kTileSegments * Maker::kSegmentTable;  // the levels of a tile
 
-    uint32 vector, places[2], tables, row, sumPlace;  // places: of x in the halves of a record; sumPlace: of its tokens' sums
+    uint32 vector, places[2], tables, row;  // places: of x in the halves of a record
     const Maker maker;
     uint4 codes[kBits];  // of the tile at hand
     float sums[kChains][kSets][4] = {};
@@ -121,7 +70,7 @@ struct LevelProduct {
     // tables: shared address of the warp's kTableBytes.
     __device__ __forceinline__ LevelProduct(int lane, int entries, uint32 tables)
         : vector(pinned(lane * kVectorBytes)), tables(tables), row(lane / kTileQuads),
-          sumPlace(Record::kPairBytes + lane % kTileQuads * 2 * sizeof(float)), maker(lane, entries, kScaleBits, kTileSegments) {
+          maker(lane, entries, kScaleBits, kTileSegments) {
         places[0] = pinned(Record::place(lane, 0)), places[1] = pinned(Record::place(lane, 1));
     }
 
@@ -145,24 +94,6 @@ struct LevelProduct {
             upperWords.take(upperCodes), lowerWords.take(lowerCodes);
             const uint32 halfTables = tables + half * (kTileSegments / 2) * Maker::kSegmentTable;
             multiplyHalf(upperWords, lowerWords, halfTables, record + places[half], setBytes);
-        }
-        if constexpr (kSums > 0) {
-#pragma unroll
-            for (int segment = 0; segment < kSums; ++segment) addOffsets(segment, record + sumPlace, setBytes);
-        }
-    }
-
-    // sum: shared address of the record's sums of the lane's tokens.
-    __device__ __forceinline__ void addOffsets(int segment, uint32 sum, uint32 setBytes) {
-        const uint32 own = tables + segment * Maker::kSegmentTable;
-        const float upper = __uint_as_float(loadShared4(own + Row::place(row)));
-        const float lower = __uint_as_float(loadShared4(own + Row::place(row + kTileN / kLaneRows)));
-#pragma unroll
-        for (int set = 0; set < kSets; ++set) {
-            const uint2 raw = loadSharedWords(sum + set * setBytes + segment * Record::kSumBytes);
-            const float first = __uint_as_float(raw.x), second = __uint_as_float(raw.y);
-            float* to = sums[set % kChains][set];
-            to[0] += upper * first, to[1] += upper * second, to[2] += lower * first, to[3] += lower * second;
         }
     }
 

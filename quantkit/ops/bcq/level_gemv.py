@@ -93,10 +93,9 @@ class LevelProblem:
         return table_bytes(self.weight_bits, TILE_K // self.segment, apart=self.offsets_apart)
 
 
-def record_bytes(it: LevelProblem, tokens: int) -> int:
-    """What a block keeps of one k tile of x, and its sums over segments where offsets meet these."""
-    sums = TILE_K // it.segment * FLOAT_BYTES if it.offsets_apart and it.weight_bits > 1 else 0
-    return tokens * (TILE_K * _SHORT_BYTES + _PADDING_BYTES + sums)
+def record_bytes(tokens: int) -> int:
+    """What a block keeps of one k tile of x."""
+    return tokens * (TILE_K * _SHORT_BYTES + _PADDING_BYTES)
 
 
 def _fitted(it: LevelProblem, shape: LevelShape, cluster: int, rounds: int) -> LevelLayout | None:
@@ -108,14 +107,12 @@ def _fitted(it: LevelProblem, shape: LevelShape, cluster: int, rounds: int) -> L
     received = n_tiles * TILE_N * tokens // 2 if cluster > 1 else 0
     own = warps * (it.level_bytes + it.tile_bytes) + (sums + received) * FLOAT_BYTES
     own += MAILBOX_BYTES if it.gpu.architecture.clusters else 0
-    fitting = (it.gpu.architecture.shared_limit() - own) // record_bytes(it, tokens)
+    fitting = (it.gpu.architecture.shared_limit() - own) // record_bytes(tokens)
     if fitting <= 0:
         return None
     passes = ceil(k_tiles / fitting)
     pass_tiles = ceil(k_tiles / passes)
-    return LevelLayout(
-        shape, cluster, ranges * cluster, pass_tiles, passes, own + pass_tiles * record_bytes(it, tokens)
-    )
+    return LevelLayout(shape, cluster, ranges * cluster, pass_tiles, passes, own + pass_tiles * record_bytes(tokens))
 
 
 def _shapes(it: LevelProblem, tokens: int) -> list[LevelShape]:
@@ -131,7 +128,7 @@ def _expected(it: LevelProblem, layout: LevelLayout) -> float:
     n_tiles, k_tiles = ceil(it.n_tiles / ranges), ceil(it.k_tiles / layout.cluster)
     rounds = ceil(layout.blocks / (it.gpu.processors // layout.cluster * layout.cluster))
     tiles = ceil(n_tiles * k_tiles / warps) * warps
-    x = k_tiles * record_bytes(it, layout.shape.tokens) / 1024 * _X_TIME
+    x = k_tiles * record_bytes(layout.shape.tokens) / 1024 * _X_TIME
     exchange = n_tiles * _EXCHANGE_TIME if layout.cluster > 1 else 0.0
     return rounds * (tiles * _TILE_TIME[warps] + _FIXED_TIME[warps] + x + exchange + layout.passes - 1)
 
