@@ -49,7 +49,9 @@ def test_a_user_quantizes_evaluates_and_generates(
     config = json.loads((out / "config.json").read_text())["quantization_config"]
     rotated = {name for group in config["groups"] if group["spec"].get("rotate_inputs") for name in group["layers"]}
     assert rotated == {f"model.layers.{number}.mlp.down_proj" for number in (0, 1)}
-    assert "down_proj" in program("inspect", "out")
+    shown = [line for line in program("inspect", "out").splitlines() if "row s8 rotated" in line]
+    assert len(shown) == 2
+    assert all("mlp.down_proj" in line for line in shown)
     text = ("--text", text_file, "--seq-len", "32", "--max-windows", "2")
     assert "KL" in program("eval", "divergence", model, "out", *text)
     assert program("generate", "out", "--prompt", "the model reads", "--max-new-tokens", "4")
