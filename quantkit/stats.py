@@ -50,6 +50,20 @@ class LayerStats:
         return replace(self, mean_square=torch.lerp(equal, self.mean_square, trust(self.tokens)))
 
 
+def stats_of_sample(stats: LayerStats, sample: Tensor) -> LayerStats:
+    """Statistics of an input by its sample [R, K], R > 0, alone; ``tokens`` stays the number seen."""
+    magnitude = sample.abs()
+    return replace(
+        stats,
+        absmax=magnitude.amax(dim=0),
+        mean_abs=magnitude.mean(dim=0),
+        mean_square=sample.square().mean(dim=0),
+        histogram=magnitude_histogram(sample),
+        vocabulary_absmax=None,
+        sample=sample,
+    )
+
+
 def trust(tokens: int) -> float:
     """n / (n + n0), the weight of what ``tokens`` rows of an expert's input say, beside that of equal channels."""
     return tokens / (tokens + HALF_TRUST_TOKENS)

@@ -11,6 +11,7 @@
 // else as quantize.cu, which also has the grid, the order of columns in a warp and the tiles. x is in fp32 here, so
 // quotients are divisions.
 #include "codes.cuh"
+#include "../shared/hadamard.cuh"
 
 // The bits of the largest of x, or of -x with flip = the sign bit, and 0; a NaN of that sign is above all.
 __device__ __forceinline__ uint32 largestOf(const Columns<kFloat32>& own, uint32 flip) {
@@ -44,44 +45,20 @@ struct ZeroCoder {
     }
 };
 
-// A lane's columns times Q: steps between columns 1, 2, 4 apart are its own, then 8 .. width / 2 apart lie in lanes
-// 1 .. width / 16 apart, the upper one taking the difference. As formats/hadamard.py adds, so are the bits.
-// width: of a block, 8 to 256. root: 1 / sqrt(width) rounded.
+// A lane's columns times Q, run by run. width: of a block, 8 to 256. root: 1 / sqrt(width) rounded.
 template <int kDtype>
 __device__ __forceinline__ Columns<kFloat32> rotated(const Columns<kDtype>& own, int lane, int width, float root) {
-    constexpr uint32 kSigns[] = {QK_SIGNS_0, QK_SIGNS_1, QK_SIGNS_2, QK_SIGNS_3,
-                                 QK_SIGNS_4, QK_SIGNS_5, QK_SIGNS_6, QK_SIGNS_7};
-    uint32 signs = 0;  // of columns 8 lane .. + 7 of any run: a byte of the table
-#pragma unroll
-    for (int word = 0; word < 8; word++) {
-        if (lane / kBytesPerWord == word) signs = kSigns[word];
-    }
-    signs >>= lane % kBytesPerWord * kBitsPerByte;
+    static_assert(kRun == kHadamardColumns, "a run of a warp is what rotateRun takes");
+    const uint32 signs = hadamardSigns(lane);
     Columns<kFloat32> result;
 #pragma unroll
     for (int run = 0; run < kRuns; run++) {
         float v[kRun];
 #pragma unroll
         for (int i = 0; i < kRun; i++) v[i] = signs >> i & 1 ? -own.value(run, i) : own.value(run, i);
+        rotateRun(v, lane, width, root);
 #pragma unroll
-        for (int distance = 1; distance < kRun; distance *= 2) {
-#pragma unroll
-            for (int i = 0; i < kRun; i++) {
-                if (i & distance) continue;
-                const float a = v[i], b = v[i + distance];
-                v[i] = __fadd_rn(a, b);
-                v[i + distance] = __fsub_rn(a, b);
-            }
-        }
-        for (int distance = 1; distance < width / kRun; distance *= 2) {
-#pragma unroll
-            for (int i = 0; i < kRun; i++) {
-                const float other = __shfl_xor_sync(kFullWarp, v[i], distance);
-                v[i] = lane & distance ? __fsub_rn(other, v[i]) : __fadd_rn(v[i], other);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kRun; i++) result.word[run][i] = __float_as_uint(__fmul_rn(v[i], root));
+        for (int i = 0; i < kRun; i++) result.word[run][i] = __float_as_uint(v[i]);
     }
     return result;
 }

@@ -72,9 +72,10 @@ def _bits(layer: LayerSummary) -> str:
 
 
 def _group(settings: Mapping[str, Any]) -> str:
-    """Columns per scale, and the scales' bits where they are not 16: ``64 s8``."""
+    """Columns per scale, the scales' bits where they are not 16, and whether inputs are rotated: ``64 s8 rotated``."""
     size, bits = settings.get("group_size"), settings.get("scale_bits", 16)
-    return {None: "tensor", -1: "row"}.get(size, str(size)) + ("" if bits == 16 else f" s{bits}")
+    size = {None: "tensor", -1: "row"}.get(size, str(size))
+    return size + ("" if bits == 16 else f" s{bits}") + (" rotated" if settings.get("rotate_inputs") else "")
 
 
 def _number(value: Any) -> str:

@@ -130,6 +130,8 @@ def _layer(name: str, layer: StoredLayer, get: Get) -> ExportLayer:
         return ExportLayer(name, layer.shape, None)
     if not isinstance(spec, BcqSpec):
         raise CheckpointError(f"{name}: is stored as {format_name(spec)}, which no other format holds; {_PLUGIN}")
+    if spec.rotate_inputs:
+        raise CheckpointError(f"{name}: its inputs are rotated, which no other format says; {_PLUGIN}")
     fields = {field: get(f"{name}.{field}") for field in _fields(layer) if field != "signs"}
     grid = uniform_grid(BcqTensors(signs=fields["scales"], **fields), spec)
     if grid is None:

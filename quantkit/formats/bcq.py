@@ -5,6 +5,7 @@ scales[i] = step * 2**(i - 1); the offset then carries the zero point.
 Deviation: the offset per group is not in nuQmm; ``offset: false`` gives the paper's own format. With ``scale_bits: 8``
 scales and offsets are 8-bit codes that count in one factor of their row: w[n, k] = factor[n] * integer. The integer has
 at most 12 bits and the factor 11, so the weight is exact in fp32, in whatever order it is summed.
+The input may be rotated (formats/hadamard.py): the planes then hold W Q, and the product is with x Q.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from quantkit.errors import RecipeError
 from quantkit.formats.base import ADDED_LATER, Format, Shape, Tensors, TensorSpec
+from quantkit.formats.hadamard import unrotate
 from quantkit.formats.planes import BITS_PER_BYTE, MAX_BITS, packed_width, unpack_signs
 
 ROW_WISE = -1
@@ -28,12 +30,13 @@ SCALE_BITS = (16, CODE_BITS)
 class BcqSpec:
     """weight_bits: q, 1-8 planes. group_size: g columns per scale, a multiple of 8, or -1 for the whole row;
     where K is not a multiple of g the last group is shorter. offset: whether a constant per group is stored.
-    scale_bits: 16, or 8 for codes with a factor per row."""
+    scale_bits: 16, or 8 for codes with a factor per row. rotate_inputs: whether x is rotated before the product."""
 
     weight_bits: int
     group_size: int
     offset: bool
     scale_bits: int = field(default=16, metadata=ADDED_LATER)
+    rotate_inputs: bool = field(default=False, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         check_weight_bits(self.weight_bits)
@@ -147,12 +150,13 @@ def dequantize_planes(signs: Tensor, scales: Tensor, offset: Tensor | None, colu
 
 
 def dequantize_stored(stored: BcqTensors, columns: int, group_size: int) -> Tensor:
-    """The weight [N, columns] fp32 that the stored tensors stand for."""
+    """The weight [N, columns] fp32 that the planes stand for: W Q where inputs are rotated."""
     return dequantize_planes(stored.signs, stored.decoded_scales(), stored.decoded_offset(), columns, group_size)
 
 
 def _dequantize(spec: BcqSpec, tensors: Tensors, shape: Shape) -> Tensor:
-    return dequantize_stored(BcqTensors.of(tensors), shape[1], spec.group_size)
+    weight = dequantize_stored(BcqTensors.of(tensors), shape[1], spec.group_size)
+    return unrotate(weight) if spec.rotate_inputs else weight
 
 
 FORMAT = Format(spec=BcqSpec, tensors=bcq_tensors, dequantize=_dequantize, weight_bits=lambda spec: spec.weight_bits)

@@ -21,6 +21,9 @@ NARROWEST_BLOCK = 8
 SIGN_WORDS = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89)
 """Bit i of word j: whether column 32 j + i of every 256 changes its sign. The first 256 bits behind pi's point."""
 
+SIGN_CONSTANTS = {f"SIGNS_{number}": word for number, word in enumerate(SIGN_WORDS)}
+"""The same as kernels take them."""
+
 
 def block_width(columns: int) -> int:
     """Columns of a Hadamard block. Raises RecipeError where K has no block of 8 columns."""

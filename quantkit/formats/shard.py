@@ -116,7 +116,7 @@ def _cut_groups(spec: BcqSpec | BipolarSpec, in_features: int, in_span: Span) ->
 
 def _check_rotation(spec: BcqSpec | BipolarSpec, in_features: int, in_span: Span) -> None:
     """Raise CheckpointError where a shard of rotated columns starts within a block, or has blocks of another width."""
-    if not isinstance(spec, BipolarSpec) or not spec.rotate_inputs:
+    if not spec.rotate_inputs:
         return
     start, end = in_span
     if start % WIDEST_BLOCK or block_width(end - start) != block_width(in_features):

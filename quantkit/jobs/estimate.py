@@ -171,8 +171,7 @@ def _memory(
             width, several = shapes[name][1], groups if weighs_by_loss(plan) else 0
             key = (name if several else name.rpartition(".")[0], width)
             matrices.setdefault(stream.owner(name), {})[key] = max(several, 1) * width * width
-    hessians = max(
-        (sum(own.values()) + _HESSIAN_COPIES * max(k * k for _, k in own) for own in matrices.values()),
-        default=0,
-    )
+    # behind a rotation, also what the Hessian was before
+    copies = _HESSIAN_COPIES + any(getattr(plan.settings, "rotate_inputs", False) for plan in plans.values())
+    hessians = max((sum(own.values()) + copies * max(k * k for _, k in own) for own in matrices.values()), default=0)
     return _PROCESS_BYTES + max(outside * 3 // 2, max(parts.values()) * 3 // 2 + solving + hessians * _FP32) + state

@@ -34,6 +34,7 @@ from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import activations_dtype
 from quantkit.models.structure import output_head
 from quantkit.models.unquantized import Unquantized, check_unquantized_weights, unquantized
+from quantkit.quantizers.rotation import placed_rotations
 from quantkit.ranks import ALONE, Ranks
 from quantkit.recipe import Recipe
 from quantkit.runtime import int8_attention
@@ -167,7 +168,7 @@ def open_job(model: str, recipe: Recipe, calibration: Path | None, options: Quan
     artifact = load_calibration(calibration) if calibration else None
     stream, tokenizer = open_stream(model, dtype=torch.float32, device=options.device)
     linears = block_linears(stream.model)
-    plans = plan_layers(recipe, list(linears))
+    plans = placed_rotations(stream.model, plan_layers(recipe, list(linears)))
     _check_calibration(plans, artifact, recipe)
     tuning = planned_tuning(recipe, plans, {name: linear_shape(linears[name]) for name in plans}, artifact)
     _check_attention(recipe, artifact, stream.model)

@@ -13,6 +13,7 @@ from quantkit.ops.bcq.candidates import takes_codes
 from quantkit.ops.bcq.layout import BcqTiles, tile, untile
 from quantkit.ops.bcq.op import bcq_linear, bcq_linear_prepared, bcq_linear_with_epilogue
 from quantkit.ops.epilogue import Epilogue
+from quantkit.ops.rotation.op import rotate_inputs
 
 _CODES = "code_tiles"  # the name of the tiles in the order for batches
 
@@ -20,7 +21,9 @@ _CODES = "code_tiles"  # the name of the tiles in the order for batches
 def forward(spec: BcqSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] -> [..., N] in x's dtype; the CPU runs the reference twin."""
     stored = BcqTensors.of(tensors)
-    return bcq_linear(x, stored.signs, stored.scales, stored.offset, bias, spec.group_size, stored.scale_factors)
+    return bcq_linear(
+        _inputs(spec, x), stored.signs, stored.scales, stored.offset, bias, spec.group_size, stored.scale_factors
+    )
 
 
 def prepare(spec: BcqSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
@@ -60,7 +63,7 @@ def prepared_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, 
     """As ``forward``, from the tile order; QuantizedLinear synchronizes after every change of the stored tensors."""
     weight = prepared_weight(spec, prepared, shape)
     return bcq_linear_prepared(
-        x,
+        _inputs(spec, x),
         weight.tiles,
         weight.scale_tiles,
         bias,
@@ -76,4 +79,10 @@ def epilogue_forward(
     spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None, epilogue: Epilogue
 ) -> Tensor:
     """The epilogue of ``prepared_forward``, in the same kernel."""
-    return bcq_linear_with_epilogue(x, prepared_weight(spec, prepared, shape), bias, epilogue)
+    weight = prepared_weight(spec, prepared, shape)
+    return bcq_linear_with_epilogue(_inputs(spec, x), weight, bias, epilogue)
+
+
+def _inputs(spec: BcqSpec, x: Tensor) -> Tensor:
+    """What the planes are multiplied by."""
+    return rotate_inputs(x) if spec.rotate_inputs else x

@@ -14,6 +14,7 @@ from quantkit.ops.bcq.level_gemv import level_units
 from quantkit.ops.bipolar.instances import bipolar_units
 from quantkit.ops.decode.instances import decode_units
 from quantkit.ops.flatten.instances import flatten_units
+from quantkit.ops.rotation.instances import rotation_units
 from quantkit.ops.solve.instances import solve_units
 
 
@@ -30,6 +31,7 @@ INSTANCES: dict[str, Callable[[Architecture], Iterator[CompileUnit]]] = {
     "decode": decode_units,
     "flatten": flatten_units,
     "attention": attention_units,
+    "rotation": rotation_units,
     "solve": solve_units,
 }
 

@@ -13,6 +13,7 @@ from quantkit.errors import RecipeError
 from quantkit.stats import LayerStats
 
 ACTIVATIONS, END_LOSS = "activations", "end_loss"
+ONLINE = "online"  # of ``rotate``, beside false and true
 
 
 def check_hessian_kind(kind: str, *, used: bool) -> None:
@@ -21,6 +22,12 @@ def check_hessian_kind(kind: str, *, used: bool) -> None:
         raise RecipeError(f"hessian is {kind!r}; choose {ACTIVATIONS} or {END_LOSS}")
     if kind == END_LOSS and not used:
         raise RecipeError(f"hessian: {END_LOSS} is for compensation; set compensate: true, or leave hessian out")
+
+
+def check_rotate(rotate: bool | str) -> None:
+    """Raise RecipeError for a ``rotate`` that is not known."""
+    if rotate not in (False, True, ONLINE):
+        raise RecipeError(f"rotate is {rotate!r}; choose true, false or {ONLINE}")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from quantkit.formats.planes import pack_codes
 from quantkit.quantizers.base import LayerInput, error_report
 from quantkit.quantizers.bcq.groups import SMALLEST_SCALE
 from quantkit.quantizers.gptq import GptqOptions, gptq
+from quantkit.quantizers.rotated_inputs import rotated_inputs
 
 # Clip ranges tried, as fractions of absmax: powers of two first, then finer ones around the best.
 _COARSE = tuple(2.0**-i for i in range(12))
@@ -103,7 +104,7 @@ def quantize(layer: LayerInput, settings: BipolarSettings) -> PackedWeight:
     sample = None if layer.stats is None else layer.stats.sample.to(layer.weight)
     original, absmax = layer, None if layer.stats is None else layer.stats.absmax.max()
     if settings.rotate_inputs:
-        layer, sample = _rotated(layer), None if sample is None else rotate(sample)
+        layer, sample = rotated_inputs(layer), None if sample is None else rotate(sample)
         absmax = None if sample is None or not sample.numel() else sample.abs().max()
     scales = weight_scales(layer.weight, sample, settings)
     spread = scales.float().repeat_interleave(group_width(settings.group_size, shape[1]), dim=1)[:, : shape[1]]
@@ -153,14 +154,6 @@ def activation_clip(weight: Tensor, sample: Tensor, absmax: Tensor, settings: Bi
     fraction = _search(error, torch.ones(1, device=sample.device)) if settings.search else torch.ones(1)
     norm = (sample @ weight.T).square().sum().item()
     return (full * fraction).float().cpu(), error(fraction.to(sample)).item() / norm if norm else 0.0
-
-
-def _rotated(layer: LayerInput) -> LayerInput:
-    """The same layer behind the rotation of its input: W Q, and Q^T H Q."""
-    hessian = layer.hessian
-    if hessian is not None:
-        hessian = rotate(rotate(hessian).t()).t().contiguous()
-    return replace(layer, weight=rotate(layer.weight), hessian=hessian)
 
 
 def _compensated(layer: LayerInput, step: Tensor, settings: BipolarSettings) -> Tensor:

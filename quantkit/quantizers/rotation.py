@@ -1,12 +1,14 @@
-"""Rotation of the residual stream, folded into the weights: nothing is left to do when the model runs.
+"""Rotation of the residual stream and of the heads' values, folded into the weights.
 
 x' = x R with R orthogonal leaves every RMS norm as it is, so rotating what is written to the residual stream
 (embedding, o_proj, down_proj) and un-rotating what is read from it (q, k, v, gate, up, head) leaves the model's
 function unchanged, while outlier channels are spread over all channels (QuaRot, Ashkboos et al. 2024, section 3).
 Bipolar-INT does not rotate; this is what makes its few-bit activations usable on models with outliers. Weights of
 binary coding and round-to-nearest lose their own outliers by it.
-Inputs of o_proj and down_proj are not on the residual stream and stay as they are: rotating them would cost work at
-run time.
+Inputs of o_proj and down_proj are not on the residual stream, and stay as they are with ``rotate: true``. With
+``rotate: online`` the values of every head are rotated among themselves, which attention's average over tokens leaves
+alone: v_proj writes them so, and o_proj reads them so. Nothing can be folded in front of down_proj, as a product of
+elements comes before, so its inputs are rotated as the model runs (formats/hadamard.py).
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import RecipeError
-from quantkit.models.families import decoder_blocks, family_of, linear_weight, norm_kind
-from quantkit.models.family import ResidualBlock
+from quantkit.formats.hadamard import NARROWEST_BLOCK
+from quantkit.models.families import decoder_blocks, family_of, linear_shape, linear_weight, norm_kind
+from quantkit.models.family import Attention, ResidualBlock
 from quantkit.models.structure import submodule, untie_head
-from quantkit.quantizers.base import Transformed
-from quantkit.stats import LayerStats, magnitude_histogram
+from quantkit.quantizers.base import ONLINE, Transformed
+from quantkit.stats import LayerStats, stats_of_sample
 
 ROTATION_SEED = 0
 
@@ -46,15 +49,17 @@ def rotation_matrix(size: int, seed: int = ROTATION_SEED) -> Tensor:
 
 @torch.no_grad()
 def fold_rotation(model: nn.Module, plans: Mapping[str, Any], calibration: Any) -> Transformed:
-    """Rotate the residual stream where any planned layer asks for it (``rotate: true``); the function stays the same.
+    """Rotate the residual stream where any planned layer asks for it (``rotate``), and with ``rotate: online`` the
+    values of every head; the function stays the same.
 
     Parts of the model on the meta device are left for a later call: decoder blocks, and all outside them.
     plans: LayerPlan by module name, the settings having ``rotate``. calibration: the artifact, or None.
     A tied head is untied: it takes the last norm's gain, the embedding does not.
-    Returns the rotated statistics of the layers that read the residual stream.
+    Returns the rotated statistics of the layers that read the residual stream, or the values.
     Raises RecipeError for a model of another family.
     """
-    if not any(plan.settings.rotate for plan in plans.values()):
+    asked = {plan.settings.rotate for plan in plans.values()}
+    if not any(asked):
         return Transformed({})
     row, last_norm = _residual_stream(model)
     rotation = rotation_matrix(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
@@ -74,9 +79,56 @@ def fold_rotation(model: nn.Module, plans: Mapping[str, Any], calibration: Any) 
                 rotated = _rotated_stats(calibration.layers[f"{prefix}.{readers[0]}"], gain, rotation)
                 stats |= {f"{prefix}.{name}": rotated for name in readers}
             gain.fill_(1.0)
+        if ONLINE in asked:
+            values = _rotate_values(block, row.attention)
+            if calibration is not None:
+                reader = f"{prefix}.{row.attention.output}"
+                stats[reader] = _behind(values, calibration.layers[reader], 1.0)
         for name in (row.attention.output, row.target):
             _rotate_output(block.get_submodule(name), rotation)
-    return Transformed({"rotated": model.config.hidden_size, "seed": ROTATION_SEED}, stats=stats)  # type: ignore[union-attr]
+    report: dict[str, Any] = {"rotated": model.config.hidden_size, "seed": ROTATION_SEED}  # type: ignore[union-attr]
+    return Transformed(report | ({"values": True} if ONLINE in asked else {}), stats=stats)
+
+
+def placed_rotations(model: nn.Module, plans: Mapping[str, Any]) -> dict[str, Any]:
+    """The plans, with ``rotate_inputs`` for the last Linear of each FFN that asks for ``rotate: online``.
+
+    model: may be on the meta device. plans: LayerPlan by module name.
+    Raises RecipeError for a model of another family, or an FFN whose width has no Hadamard block.
+    """
+    placed = dict(plans)
+    if not any(_is_online(plan) for plan in plans.values()):
+        return placed
+    row, _ = _residual_stream(model)
+    for prefix, _ in decoder_blocks(model):
+        name = f"{prefix}.{row.target}"
+        if name in plans and _is_online(plans[name]):
+            _, columns = linear_shape(model.get_submodule(name))
+            if columns % NARROWEST_BLOCK:
+                raise RecipeError(
+                    f"rotate: online needs FFNs whose width is a multiple of {NARROWEST_BLOCK}; that of {name} is "
+                    f"{columns}; set rotate=true"
+                )
+            placed[name] = replace(plans[name], settings=replace(plans[name].settings, rotate_inputs=True))
+    return placed
+
+
+def _is_online(plan: Any) -> bool:
+    return getattr(plan.settings, "rotate", False) == ONLINE
+
+
+def _rotate_values(block: nn.Module, attention: Attention) -> Tensor:
+    """Rotate every head's values among themselves, in v_proj's rows and o_proj's columns; returns the matrix [D, D]."""
+    value, output = (block.get_submodule(name) for name in (attention.inputs[-1], attention.output))
+    weight = linear_weight(value)
+    head_dim = int(block.get_submodule(attention.module).head_dim)  # type: ignore[arg-type]
+    rotation = rotation_matrix(head_dim).to(weight.device)
+    _set(weight, (rotation.T @ weight.double().unflatten(0, (-1, head_dim))).flatten(0, 1))
+    if isinstance(bias := getattr(value, "bias", None), Tensor):
+        _set(bias, (bias.double().unflatten(0, (-1, head_dim)) @ rotation).flatten())
+    weight = linear_weight(output)
+    _set(weight, (weight.double().unflatten(1, (-1, head_dim)) @ rotation).flatten(1))
+    return rotation
 
 
 def _rotate_outside(model: nn.Module, last_norm: Tensor, rotation: Tensor) -> None:
@@ -97,7 +149,7 @@ def _residual_stream(model: nn.Module) -> tuple[ResidualBlock, Tensor]:
     if family.block is not None and last_norm is not None and kind is not None and not kind.centered:
         return family.block, last_norm.get_parameter("weight")
     raise RecipeError(
-        f"rotate: true is for models of the Llama family (RMS norms, one residual stream); this is "
+        f"rotate is for models of the Llama family (RMS norms, one residual stream); this is "
         f"{type(model).__name__}; set rotate=false"
     )
 
@@ -136,17 +188,12 @@ def _set(target: Tensor, value: Tensor) -> None:
 
 
 def _rotated_stats(stats: LayerStats, gain: Tensor, rotation: Tensor) -> LayerStats:
-    """Statistics of the rotated input, from the sample of the input before; ``tokens`` stays the number seen."""
+    """Statistics of the rotated input of a norm's readers, from the sample of the input before."""
     gain = gain.double().cpu()
-    normed = torch.where(gain == 0, 0.0, stats.sample.double() / torch.where(gain == 0, 1.0, gain))
-    sample = (normed @ rotation.cpu()).float()
-    magnitude = sample.abs()
-    return replace(
-        stats,
-        absmax=magnitude.amax(dim=0),
-        mean_abs=magnitude.mean(dim=0),
-        mean_square=sample.square().mean(dim=0),
-        histogram=magnitude_histogram(sample),
-        vocabulary_absmax=None,
-        sample=sample,
-    )
+    return _behind(rotation, stats, torch.where(gain == 0, 0.0, 1.0 / torch.where(gain == 0, 1.0, gain)))
+
+
+def _behind(rotation: Tensor, stats: LayerStats, scale: Tensor | float) -> LayerStats:
+    """Statistics of x scale R, from the sample of x; R [D, D] turns every D columns among themselves."""
+    parts = (stats.sample.double() * scale).unflatten(1, (-1, len(rotation)))
+    return stats_of_sample(stats, (parts @ rotation.cpu()).flatten(1).float())

@@ -10,11 +10,13 @@ from torch import Tensor
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.bcq import CODE_BITS, BcqSpec, check_group_size, check_scale_bits, check_weight_bits
-from quantkit.quantizers.base import ACTIVATIONS, LayerInput, check_hessian_kind
+from quantkit.formats.hadamard import block_width
+from quantkit.quantizers.base import ACTIVATIONS, ONLINE, LayerInput, check_hessian_kind, check_rotate
 from quantkit.quantizers.bcq.coding import CodeShape, code_groups
 from quantkit.quantizers.bcq.compensation import compensate
 from quantkit.quantizers.bcq.groups import SMALLEST_SCALE, weighted_error
 from quantkit.quantizers.gptq import GptqOptions
+from quantkit.quantizers.rotated_inputs import quantize_rotated
 
 # Shrink factors of a group's range that the clip search tries. 1 bit wants about 0.3 of a Gaussian's range.
 CLIPS, CLIP_STEPS = 31, 40
@@ -30,9 +32,7 @@ class RtnSettings:
     column's error moved to the columns behind it, grids fitted per group on the way. damping: share of each diagonal
     element of E[x x^T] added to it. scale_bits: 16, or 8 for scales and offsets as codes with a factor per row; each
     plane's scale is then rounded by itself. zero: free, the middle of the range, or integer, a whole number of steps
-    from 0, as other engines store it (exchange/). rotate: fold a Hadamard rotation of the residual stream into the
-    weights first. hessian: activations, E[x x^T], or end_loss, E[g^2 x x^T], g the gradient of the end loss at the
-    Linear's output."""
+    from 0, as other engines store it (exchange/). rotate, rotate_inputs, hessian: as for bcq."""
 
     weight_bits: int = 4
     group_size: int = 128
@@ -41,7 +41,8 @@ class RtnSettings:
     damping: float = 0.5
     scale_bits: int = 16
     zero: str = "free"
-    rotate: bool = False
+    rotate: bool | str = False
+    rotate_inputs: bool = False
     hessian: str = ACTIVATIONS
 
     def __post_init__(self) -> None:
@@ -52,13 +53,18 @@ class RtnSettings:
             raise RecipeError(f"zero is {self.zero!r}; choose {' or '.join(_ZEROS)}")
         if self.zero == "integer" and self.scale_bits == CODE_BITS:
             raise RecipeError("zero: integer needs scale_bits: 16; codes of scales are no uniform grid")
+        if self.zero == "integer" and (self.rotate_inputs or self.rotate == ONLINE):
+            raise RecipeError("zero: integer is for export, which takes no rotated inputs; set zero=free")
+        check_rotate(self.rotate)
         check_hessian_kind(self.hessian, used=self.compensate)
         GptqOptions(damping=self.damping)
 
 
-def stored_specs(settings: RtnSettings, _shape: Shape) -> tuple[BcqSpec]:
-    """What these settings store a weight as."""
-    return (BcqSpec(settings.weight_bits, settings.group_size, True, settings.scale_bits),)
+def stored_specs(settings: RtnSettings, shape: Shape) -> tuple[BcqSpec]:
+    """What these settings store a weight as. Raises RecipeError for inputs that cannot be rotated."""
+    if settings.rotate_inputs:
+        block_width(shape[1])
+    return (BcqSpec(settings.weight_bits, settings.group_size, True, settings.scale_bits, settings.rotate_inputs),)
 
 
 def needs_hessian(settings: RtnSettings) -> bool:
@@ -164,6 +170,8 @@ def quantize(layer: LayerInput, settings: RtnSettings) -> PackedWeight:
 
     Raises StatsError naming the layer where compensation meets a Hessian that cannot be inverted.
     """
+    if settings.rotate_inputs:
+        return quantize_rotated(layer, settings, quantize)
 
     def fit(values: Tensor, importance: Tensor) -> UniformGrid:
         if settings.zero == "integer":

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
-from torch import nn
+from torch import Tensor, nn
 
+from quantkit.formats.bcq import BcqSpec
 from quantkit.formats.bipolar import FLOAT_ACT_BITS
 from quantkit.formats.table import FORMATS
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.ops.rotation.op import rotate_inputs
 
 _SPARE = 1 << 30  # bytes left for everything else
 
@@ -63,8 +65,19 @@ def _is_weight_only(module: Any) -> bool:
     return FORMATS[module.format_name].act_bits(module.spec) == FLOAT_ACT_BITS and module.follower is None
 
 
+class _BehindRotation(nn.Linear):
+    """A Linear that takes x Q in place of x (formats/hadamard.py)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(rotate_inputs(x))
+
+
 def _plain(module: Any) -> nn.Linear:
-    linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
-    linear.weight = nn.Parameter(module.dequantize().to(module.compute_dtype), requires_grad=False)
+    """The product as the reference computes it: of W Q and x Q where inputs are rotated."""
+    rotated = isinstance(module.spec, BcqSpec) and module.spec.rotate_inputs
+    kind, spec = (_BehindRotation, replace(module.spec, rotate_inputs=False)) if rotated else (nn.Linear, module.spec)
+    linear = kind(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
+    weight = FORMATS[module.format_name].dequantize(spec, module.tensors, module.shape)
+    linear.weight = nn.Parameter(weight.to(module.compute_dtype), requires_grad=False)
     linear.bias = module.bias
     return linear

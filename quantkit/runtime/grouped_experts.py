@@ -102,6 +102,7 @@ def _run_at_once(linears: Sequence[Any]) -> bool:
     return (
         device.type == "cuda"
         and not weight.codes
+        and not spec.rotate_inputs
         and fits_experts(
             torch.float16,  # as bf16
             gpu_of(device).architecture,

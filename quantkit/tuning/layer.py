@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from quantkit.formats.base import PackedWeight
 from quantkit.formats.bcq import BcqSpec, BcqTensors, group_width
+from quantkit.formats.hadamard import rotate
 from quantkit.formats.planes import pack_codes, unpack_codes
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.bcq.levels import Coding
@@ -49,6 +50,8 @@ class TunedLinear(nn.Module):
         self.offset = None if offset is None else nn.Parameter(offset)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float())
         self.register_buffer("codes", self._padded(unpack_codes(stored.signs, self.shape[1])), persistent=False)
+        if original is not None and linear.spec.rotate_inputs:
+            original = rotate(original)
         self.latent = None if original is None else nn.Parameter(self._inside_cells(original))
 
     @property
@@ -63,10 +66,11 @@ class TunedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] of x [..., K], both in fp32."""
-        return nn.functional.linear(x, self.dequantize(), self.bias)
+        inputs = rotate(x) if self.spec.rotate_inputs else x
+        return nn.functional.linear(inputs, self.dequantize(), self.bias)
 
     def dequantize(self) -> Tensor:
-        """The weight [N, K] fp32 of the values as they would be stored."""
+        """The weight [N, K] fp32 of the values as they would be stored; W Q where inputs are rotated."""
         scales, offset = self._rounded()
         if self.latent is not None:
             self.codes = self._nearest(scales.detach(), offset.detach(), self.latent.detach())

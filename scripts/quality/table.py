@@ -20,6 +20,7 @@ from scripts.common import environment_of, markdown_table, read_document, run_qu
 
 CALIBRATION_SEQ_LEN = 512
 ARTIFACT = "c.safetensors"
+_COLUMNS = ("recipe", "bits/weight", "MB", "perplexity", "quantize s")
 
 
 def command(*arguments: str, options: argparse.Namespace) -> list[str]:
@@ -48,13 +49,30 @@ def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict
         row |= {key: numbers[key] for key in ("bits_per_weight", "bytes", "seconds")}
         shown = ["quantize", options.model, *chosen, *told, "--out", recipe]
         row["quantize_command"] = command(*shown, options=options)
-    text = ["--text", options.text, "--seq-len", str(options.seq_len), "--max-windows", str(options.max_windows)]
     score = work / f"{row['recipe']}.eval.json"
-    run_quantkit("eval", "perplexity", evaluated, *text, "--device", options.device, "--json", str(score))
-    row["evaluation"] = json.loads(score.read_text())
-    del row["evaluation"]["model"]  # a folder of this machine
-    row["evaluate_command"] = command("eval", "perplexity", recipe or options.model, *text, options=options)
+    row["evaluation"] = evaluation(["perplexity", evaluated], score, options)
+    row["evaluate_command"] = evaluate_command(["perplexity", recipe or options.model], options)
+    if recipe and options.divergence:
+        row["divergence"] = evaluation(["divergence", options.model, evaluated], score, options)
+        row["divergence_command"] = evaluate_command(["divergence", options.model, recipe], options)
     return row
+
+
+def text_of(options: argparse.Namespace) -> list[str]:
+    """What is read of the text."""
+    return ["--text", options.text, "--seq-len", str(options.seq_len), "--max-windows", str(options.max_windows)]
+
+
+def evaluation(what: list[str], score: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The numbers of ``quantkit eval WHAT``, which are left in ``score``."""
+    run_quantkit("eval", *what, *text_of(options), "--device", options.device, "--json", str(score))
+    numbers: dict[str, Any] = json.loads(score.read_text())
+    return {key: value for key, value in numbers.items() if key not in ("model", "reference", "histogram")}  # folders
+
+
+def evaluate_command(what: list[str], options: argparse.Namespace) -> list[str]:
+    """The same as a reader would type it."""
+    return command("eval", *what, *text_of(options), options=options)
 
 
 def markdown(document: dict[str, Any]) -> str:
@@ -64,9 +82,20 @@ def markdown(document: dict[str, Any]) -> str:
         score = row["evaluation"]
         size = (f"{row['bits_per_weight']:.2f}", f"{row['bytes'] / 1e6:.0f}") if "bytes" in row else ("", "")
         seconds = f"{row['seconds']:.0f}" if "seconds" in row else ""
-        value = f"{score['perplexity']:.2f} ± {score['stderr']:.2f}"
-        lines.append([row["recipe"], *size, value, seconds])
-    return markdown_table(("recipe", "bits/weight", "MB", "perplexity", "quantize s"), lines, left=1)
+        values = [f"{score['perplexity']:.2f} ± {score['stderr']:.2f}"]
+        if any("divergence" in each for each in document["rows"]):
+            values += _divergence(row.get("divergence"))
+        lines.append([row["recipe"], *size, *values, seconds])
+    more = ("mean KL", "99 % KL", "same top token") if lines and len(lines[0]) > len(_COLUMNS) else ()
+    return markdown_table((*_COLUMNS[:-1], *more, _COLUMNS[-1]), lines, left=1)
+
+
+def _divergence(score: dict[str, Any] | None) -> list[str]:
+    """The cells of a row; empty for the original."""
+    if score is None:
+        return ["", "", ""]
+    mean = f"{score['mean_kl']:.4f} ± {score['mean_kl_stderr']:.4f}"
+    return [mean, f"{score['p99_kl']:.3f}", f"{score['same_top1']:.1%}"]
 
 
 def calibrate(options: argparse.Namespace, work: Path) -> list[str]:
@@ -89,6 +118,7 @@ def main() -> None:
     parser.add_argument("--recipes", required=True, help="comma-separated")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--max-windows", type=int, default=8)
+    parser.add_argument("--divergence", action="store_true", help="also KL to the original, on the same text")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()

@@ -169,6 +169,7 @@ REFUSED = {
     "binary coding for mlx": ("bcq-w4-g128", (), "mlx", "vllm serve"),
     "free offsets": ("rtn-w4-g128", (), "gptq", "quantize with zero: integer"),
     "coded scales": ("rtn-w4-g128", ("scale_bits=8",), "humming", "its scales are free"),
+    "rotated inputs": ("rtn-w4-g128", ("rotate_inputs=true",), "mlx", "its inputs are rotated, which no other format"),
     "groups": ("rtn-w4-g128", ("zero=integer", "group_size=24"), "gptq", "groups of 24 do not divide its 64 columns"),
     "bits": ("rtn-w4-g128", ("zero=integer", "weight_bits=6"), "gptq", "has 6 bits; GPTQ stores 2, 3, 4, 8"),
     "mlx groups": ("rtn-w4-g128", ("group_size=8",), "mlx", "has 4 bits in groups of 8; MLX runs"),

@@ -16,10 +16,13 @@ from quantkit.formats.bcq import (
     group_count,
     group_width,
 )
+from quantkit.formats.hadamard import rotate
 from quantkit.formats.planes import pack_codes
 from quantkit.formats.table import spec_from_json, spec_to_json, stored_bytes
+from tests.formats.test_shard import random_tensors
 
 SPEC = BcqSpec(weight_bits=2, group_size=8, offset=True)
+FP32_ATOL = 1e-6  # rounding of one fp32 product, as a share of its norm
 
 
 def test_dequantize_is_scales_times_signs_plus_offset_per_group() -> None:
@@ -112,6 +115,16 @@ def test_fp16_scales_are_written_as_before_coded_ones_existed() -> None:
     entry = {"format": "bcq", "weight_bits": 2, "group_size": 8, "offset": True}
     assert spec_to_json(SPEC) == entry
     assert spec_from_json(entry) == SPEC
+
+
+def test_a_rotated_weight_dequantizes_to_the_columns_of_the_input() -> None:
+    spec = BcqSpec(2, 16, True, rotate_inputs=True)
+    assert spec_from_json(spec_to_json(spec)) == spec
+    tensors = random_tensors(spec, (6, 24))
+    x, planes = torch.randn(5, 24), dequantize_stored(BcqTensors.of(tensors), 24, 16)
+    got = x @ FORMAT.dequantize(spec, tensors, (6, 24)).T
+    torch.testing.assert_close(got, rotate(x) @ planes.T, rtol=0, atol=FP32_ATOL * float(planes.norm()))
+    assert torch.equal(FORMAT.dequantize(replace(spec, rotate_inputs=False), tensors, (6, 24)), planes)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.bcq import BcqSpec
+from quantkit.formats.bcq import ROW_WISE, BcqSpec
 from quantkit.formats.bipolar import BipolarSpec
 from quantkit.formats.flatten import FlattenSpec, check_columns, pack_nibbles, padded_columns
 from quantkit.formats.shard import join, shard, shard_spec
@@ -129,8 +129,15 @@ def test_whole_groups_keep_their_size_and_cut_ones_are_split() -> None:
     assert sizes == [64, 32, 32]
 
 
-def test_rotated_columns_are_cut_between_blocks_only() -> None:
-    spec, shape = BipolarSpec(4, 8, act_zero=True, rotate_inputs=True), (N, 1024)
+ROTATED = {
+    "bipolar": BipolarSpec(4, 8, act_zero=True, rotate_inputs=True),
+    "bcq": BcqSpec(3, ROW_WISE, True, scale_bits=8, rotate_inputs=True),
+}
+
+
+@pytest.mark.parametrize("spec", ROTATED.values(), ids=ROTATED)
+def test_rotated_columns_are_cut_between_blocks_only(spec: Any) -> None:
+    shape = (N, 1024)
     tensors = random_tensors(spec, shape)
     whole = dequantize(spec, tensors, shape)
     own, kept = shard(spec, tensors, shape, out_spans=[(0, N)], in_span=(512, 1024))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.errors import CheckpointError
 from quantkit.formats.bcq import BcqSpec
 from quantkit.formats.table import format_name
 from quantkit.nn.table import LINEARS, LinearRow
@@ -22,6 +23,8 @@ from tests.integrations.vllm_layers import (
     KV_ROWS,
     Q_ROWS,
     QKV,
+    QUANTIZED_ACTS,
+    ROTATED,
     SPECS,
     TOKENS,
     WEIGHT_ONLY,
@@ -126,6 +129,19 @@ def test_ranks_share_out_the_columns(spec: Any, ranks: int) -> None:
     torch.testing.assert_close(total, product_of(spec, linears[name][1], x), rtol=FP32_RTOL, atol=FP32_ATOL)
 
 
+def test_ranks_share_out_rotated_columns_between_blocks() -> None:
+    spec, name, part, k = ROTATED["bcq-rotated"], "model.layers.0.mlp.down_proj", 256, 512
+    linears, x, total = stored(name, spec, (Q_ROWS, k)), torch.randn(TOKENS, k), torch.zeros(TOKENS, Q_ROWS)
+    for rank in range(2):
+        layer, method = built(config_of(linears), name, [Q_ROWS], Q_ROWS, part, k, rank=rank, ranks=2)
+        vllm_stub.feed(layer, linears[name][1])
+        method.process_weights_after_loading(layer)
+        total += method.apply(layer, x[:, rank * part : (rank + 1) * part])
+    torch.testing.assert_close(total, product_of(spec, linears[name][1], x), rtol=FP32_RTOL, atol=FP32_ATOL)
+    with pytest.raises(CheckpointError, match="over which the input is rotated; serve it on fewer GPUs"):
+        built(config_of(linears), name, [Q_ROWS], Q_ROWS, k // 4, k, rank=0, ranks=4)
+
+
 def test_columns_of_flatten_add_up_exactly() -> None:
     """Static activation scales: integer sums of the ranks are those of the whole."""
     spec, name = SPECS["flatten"], "model.layers.0.self_attn.o_proj"
@@ -153,7 +169,7 @@ def test_linears_fused_on_disk_are_cut_by_their_parts(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("part", [K, K // 2], ids=["whole", "cut"])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("spec", [*WEIGHT_ONLY.values(), *QUANTIZED_ACTS.values()], ids=[*WEIGHT_ONLY, *QUANTIZED_ACTS])
 def test_dummy_weights_run(spec: Any, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_stub.SETTINGS.load_config, "load_format", "dummy")
     name = "model.layers.0.self_attn.o_proj"

@@ -15,7 +15,17 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.bcq import BcqSpec
 from quantkit.formats.bipolar import BipolarSpec
 from tests.integrations import vllm_stub
-from tests.integrations.vllm_layers import BCQ, BCQ3, FP32_ATOL, FP32_RTOL, Stored, config_of, stored, weight_of
+from tests.integrations.vllm_layers import (
+    BCQ,
+    BCQ3,
+    FP32_ATOL,
+    FP32_RTOL,
+    ROTATED,
+    Stored,
+    config_of,
+    stored,
+    weight_of,
+)
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE, TOKENS = 4, 2, 128, 128, 7
 PREFIX = "model.layers.0.mlp.experts"
@@ -160,10 +170,11 @@ def _mixed(linears: Stored) -> Stored:
     [
         (lambda: experts(BipolarSpec(4, 16, 64)), r"experts\.0\.gate_proj: an expert in the format bipolar"),
         (lambda: _without(experts()), r"experts\.1\.gate_proj: is in floating point beside quantized experts"),
+        (lambda: experts(ROTATED["bcq-rotated"]), r"experts\.0\.gate_proj: an expert whose inputs are rotated"),
         (lambda: _mixed(experts()), r"experts\.3\.up_proj: .*need one setting"),
         (lambda: experts(names=("gate_up", "x", "down")), "experts are not served, use transformers"),
     ],
-    ids=["format", "floating-point", "mixed", "names"],
+    ids=["format", "floating-point", "rotated", "mixed", "names"],
 )
 def test_experts_that_cannot_run_at_once_are_refused(linears: Any, says: str) -> None:
     with pytest.raises(CheckpointError, match=says):

@@ -31,7 +31,8 @@ QUANTIZED_ACTS = {
     "flatten-w4a4": FlattenSpec(4, 4, 160),
     "flatten-smooth": FlattenSpec(8, 8, 160, smooth=True),
 }
-SPECS = {**WEIGHT_ONLY, **QUANTIZED_ACTS}
+ROTATED = {"bcq-rotated": BcqSpec(3, -1, True, scale_bits=8, rotate_inputs=True)}
+SPECS = {**WEIGHT_ONLY, **QUANTIZED_ACTS, **ROTATED}
 FP32_RTOL, FP32_ATOL = 1e-4, 1e-3  # sums of 128 products in another order
 QKV = "model.layers.0.self_attn.qkv_proj"
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
@@ -84,10 +85,12 @@ def product_of(spec: Any, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
     return LINEARS[format_name(spec)].forward(spec, tensors, x, None)
 
 
-def built(config: Any, prefix: str, rows: list[int], total: int, k: int = K, **place: int) -> tuple[Any, Any]:
+def built(
+    config: Any, prefix: str, rows: list[int], total: int, k: int = K, in_features: int = K, **place: int
+) -> tuple[Any, Any]:
     layer = vllm_stub.LinearBase(**place)
     method = config.get_quant_method(layer, prefix)
-    method.create_weights(layer, k, rows, K, total, torch.float32, weight_loader=None)
+    method.create_weights(layer, k, rows, in_features, total, torch.float32, weight_loader=None)
     return layer, method
 
 

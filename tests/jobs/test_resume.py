@@ -91,10 +91,17 @@ def test_quantizing_goes_on_to_the_same_bytes(
     assert names_in(tmp_path) == ["parts", "whole"]
 
 
+@pytest.mark.parametrize(
+    "recipe", [("bipolar-w4a4-rotated",), ("bcq-w4-g64-s8-comp", "--set", "rotate=online")], ids=["folded", "online"]
+)
 def test_an_untied_head_is_gone_on_with(
-    tiny_model: TinyModel, calibrated: Calibrated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: tuple[str, ...],
+    tiny_model: TinyModel,
+    calibrated: Calibrated,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    command = ["quantize", tiny_model("llama"), "--recipe", "bipolar-w4a4-rotated"]
+    command = ["quantize", tiny_model("llama"), "--recipe", *recipe]
     command += ["--calibration", calibrated("llama")]
     assert run(*command, "-o", tmp_path / "whole").exit_code == 0
     with monkeypatch.context() as patch:

@@ -20,12 +20,15 @@ from tests.pipeline import quantize_tiny
 PROMPT = torch.tensor([[5, 40, 100, 7, 22]])
 FP32_ATOL = 1e-5  # one GEMM against a GEMM with the same weights through another path
 RECIPE = "bcq-w3-g64-s8"
+SETTINGS = {"plain": (), "rotated": ("rotate_inputs=true",)}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=SETTINGS)
+def checkpoint(
+    request: pytest.FixtureRequest, tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     out = tmp_path_factory.mktemp("coded") / "out"
-    quantize_tiny(tiny_model("llama"), out, RECIPE)
+    quantize_tiny(tiny_model("llama"), out, RECIPE, *SETTINGS[request.param])
     return out
 
 

@@ -36,6 +36,7 @@ WATCHED = (
     ("flatten", "flattenQuantize"),
     ("flatten", "int8"),
     ("attention", "int8Attention"),
+    ("rotation", "rotateInputs"),
     ("solve", "bcq"),
 )
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantkit.calibration.artifact import Calibration
 from quantkit.errors import RecipeError
@@ -16,9 +18,10 @@ from quantkit.methods import LayerPlan, plan_layers
 from quantkit.models.experts import separate_experts
 from quantkit.models.families import block_linears
 from quantkit.models.loading import load_model
+from quantkit.quantizers.base import ONLINE
 from quantkit.quantizers.bcq.quantizer import BcqSettings
 from quantkit.quantizers.bipolar import BipolarSettings
-from quantkit.quantizers.rotation import fold_rotation, rotation_matrix
+from quantkit.quantizers.rotation import fold_rotation, placed_rotations, rotation_matrix
 from quantkit.recipe import LayerRule, Recipe, load_recipe
 from quantkit.stats import LayerStats, magnitude_histogram
 from tests.tiny import build_model
@@ -26,6 +29,8 @@ from tests.tiny import build_model
 LOGIT_ATOL = 1e-4  # fp32 sums in another order
 ORTHOGONAL_ATOL = 1e-12  # fp64
 FP64_ATOL = 1e-6  # weights in fp64; the RMS norms of transformers compute in fp32
+# Dense models beside the tiny Llama: biases of q, k and v; norms of heads, which together are wider than hidden states.
+DENSE = ("qwen2", "qwen3")
 EIGHT_BIT_SHARE = 0.05  # of the spread of the logits, what 8-bit weights move them by
 
 
@@ -42,6 +47,12 @@ def _load(folder: Path) -> torch.nn.Module:
     return model
 
 
+def _of_dense_family(family: str) -> torch.nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32 if family == "qwen3" else 16}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **heads), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("size", [1, 7, 64, 72, 576, 960], ids="{}".format)
 def test_rotation_is_orthogonal(size: int) -> None:
     matrix = rotation_matrix(size)
@@ -54,31 +65,39 @@ def test_rotation_spreads_an_outlier() -> None:
     assert (row @ rotation_matrix(576)).abs().max() < 200
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])
-def test_the_function_is_the_same_in_fp64(family: str) -> None:
+@pytest.mark.parametrize("rotate", [True, ONLINE])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+def test_the_function_is_the_same_in_fp64(family: str, rotate: bool | str) -> None:
     """Every family that the rotation takes, but for those whose blocks it does not know, which it refuses."""
-    model = build_model(family).eval().double()
+    model = _of_dense_family(family) if family in DENSE else build_model(family)
+    model = model.eval().double()
     separate_experts(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or "bias" in name:
                 parameter.uniform_(0.5, 2.0)
     ids = torch.arange(40).reshape(2, 20)
     before = model(ids).logits.detach()
-    plans = {name: LayerPlan("bcq", BcqSettings(rotate=True)) for name in block_linears(model)}
-    if family != "llama":
+    plans = {name: LayerPlan("bcq", BcqSettings(rotate=rotate)) for name in block_linears(model)}
+    if family not in ("llama", *DENSE):
         with pytest.raises(RecipeError, match="Llama family"):
             fold_rotation(model, plans, None)
         return
-    fold_rotation(model, plans, None)
+    values = [block.self_attn.v_proj.weight.clone() for block in model.model.layers]
+    done = fold_rotation(model, plans, None)
+    assert ("values" in done.report) == (rotate == ONLINE)
+    assert not any(
+        torch.equal(block.self_attn.v_proj.weight, v) for block, v in zip(model.model.layers, values, strict=True)
+    )
     torch.testing.assert_close(model(ids).logits, before, rtol=0, atol=FP64_ATOL)
 
 
+@pytest.mark.parametrize("rotate", ["true", ONLINE])
 @pytest.mark.parametrize("recipe", ["bcq-w4-g64-s8-comp", "rtn-w4-g128"])
 def test_rotated_weights_of_many_bits_leave_the_function(
-    recipe: str, tiny_model: Callable[[str], Path], calibrated: Callable[[str], Path], tmp_path: Path
+    recipe: str, rotate: str, tiny_model: Callable[[str], Path], calibrated: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    chosen = load_recipe(recipe, ["weight_bits=8", "group_size=32", "rotate=true"])
+    chosen = load_recipe(recipe, ["weight_bits=8", "group_size=32", f"rotate={rotate}"])
     result = quantize_model(
         str(tiny_model("llama")), chosen, tmp_path / "q", calibration=calibrated("llama"), options=QuantizeOptions()
     )
@@ -110,7 +129,8 @@ def test_the_model_computes_the_same(tiny_model: Callable[[str], Path], tmp_path
     torch.testing.assert_close(reloaded(ids).logits, before, rtol=0, atol=LOGIT_ATOL)
 
 
-def test_statistics_become_those_of_the_rotated_input(tiny_model: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("settings", [BipolarSettings(rotate=True), BcqSettings(rotate=ONLINE)], ids=["folded", ONLINE])
+def test_statistics_become_those_of_the_rotated_input(settings: Any, tiny_model: Callable[[str], Path]) -> None:
     model = _load(tiny_model("llama"))
     inputs: dict[str, torch.Tensor] = {}
 
@@ -128,9 +148,11 @@ def test_statistics_become_those_of_the_rotated_input(tiny_model: Callable[[str]
         for name, x in inputs.items()
     }
     calibration = Calibration(layers, torch.zeros(1, 1), None)  # type: ignore[arg-type]
-    done = fold_rotation(model, _plans(model, rotate=True), calibration)
+    plans = {name: LayerPlan("any", settings) for name in block_linears(model)}
+    done = fold_rotation(model, plans, calibration)
     model(ids)
-    assert set(done.stats) == {name for name in layers if not name.endswith(("o_proj", "down_proj"))}
+    own = ("down_proj",) if settings.rotate == ONLINE else ("o_proj", "down_proj")
+    assert set(done.stats) == {name for name in layers if not name.endswith(own)}
     for name, stats in done.stats.items():
         torch.testing.assert_close(stats.sample, inputs[name], rtol=0, atol=LOGIT_ATOL)
         torch.testing.assert_close(stats.mean_square, inputs[name].square().mean(0), rtol=1e-3, atol=LOGIT_ATOL)
@@ -145,3 +167,22 @@ def test_other_families_are_refused(tiny_model: Callable[[str], Path]) -> None:
     model = _load(tiny_model("opt"))
     with pytest.raises(RecipeError, match="Llama family"):
         fold_rotation(model, _plans(model, rotate=True), None)
+
+
+def test_online_rotates_the_inputs_of_the_last_linear_of_each_ffn() -> None:
+    model = build_model("llama")
+    settings = BcqSettings(rotate=ONLINE)
+    plans = {name: LayerPlan("bcq", settings) for name in block_linears(model)}
+    plans["model.layers.1.mlp.down_proj"] = LayerPlan("bcq", BcqSettings(rotate=True))
+    placed = placed_rotations(model, plans)
+    assert [name for name in plans if placed[name] != plans[name]] == ["model.layers.0.mlp.down_proj"]
+    assert placed["model.layers.0.mlp.down_proj"].settings == replace(settings, rotate_inputs=True)
+
+
+def test_ffns_without_a_block_are_refused() -> None:
+    config = AutoConfig.for_model("llama", hidden_size=64, intermediate_size=100, num_hidden_layers=1, vocab_size=320)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    plans = {name: LayerPlan("bcq", BcqSettings(rotate=ONLINE)) for name in block_linears(model)}
+    with pytest.raises(RecipeError, match=r"multiple of 8; that of model\.layers\.0\.mlp\.down_proj is 100"):
+        placed_rotations(model, plans)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, OPTConfig, Pretrai
 from transformers.models.llama import modeling_llama
 
 from quantkit.models.families import decoder_blocks
+from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.runtime import decoder_block
 from quantkit.runtime.decoder_block import token_blocks
 from quantkit.runtime.generation import Session, next_logits, start
@@ -41,6 +43,8 @@ FULL: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(intermediate_size=512, num_key_value_heads=2, head_dim=64, **FULL_SIZES),
     "opt": OPTConfig(ffn_dim=512, word_embed_proj_dim=256, **FULL_SIZES),
 }
+METHODS = {"bcq": "bcq-w3-g32", "rotated": "bcq-w3-g32 rotated"}
+GPU_METHODS = {"bcq": "bcq-w4-g128", "rotated": "bcq-w4-g128 rotated"}
 BETWEEN = ("neg", "cat", "add", "mul", "relu", "silu", "gelu", "copy_", "clone", "native_layer_norm", "_to_copy")
 
 
@@ -53,18 +57,27 @@ def model_of(config: PretrainedConfig) -> Any:
     return model
 
 
+def packed_by(model: Any, method: str) -> None:
+    """Pack the model's Linears; "rotated" behind the method says that planes are of W Q."""
+    name, *rotated = method.split()
+    packed(model, name)
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear) and rotated:
+            module.spec = replace(module.spec, rotate_inputs=True)
+
+
 def advance(session: Session, token: Tensor) -> None:
     session.token.copy_(token)
     session.position.add_(1)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("method", [None, "bcq-w3-g32"], ids=["float", "bcq"])
+@pytest.mark.parametrize("method", [None, *METHODS.values()], ids=["float", *METHODS])
 @pytest.mark.parametrize("family", COVERED)
 def test_logits_are_the_models_own_to_the_bit(family: str, method: str | None, batch: int) -> None:
     model = model_of(COVERED[family])
     if method is not None:
-        packed(model, method)
+        packed_by(model, method)
     # Of several rows a merged product adds in another order than its Linears by themselves.
     close = {"rtol": 0, "atol": 0} if batch == 1 else {"rtol": MERGED_TOLERANCE, "atol": MERGED_TOLERANCE}
     ids = torch.randint(5, 50, (batch, 9))
@@ -188,10 +201,11 @@ class Seen(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
 @pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize("method", GPU_METHODS.values(), ids=GPU_METHODS)
 @pytest.mark.parametrize("family", FULL)
-def test_packed_models_agree_on_a_gpu(family: str, batch: int, padded: bool, dtype: torch.dtype) -> None:
+def test_packed_models_agree_on_a_gpu(family: str, method: str, batch: int, padded: bool, dtype: torch.dtype) -> None:
     model = model_of(FULL[family])
-    packed(model, "bcq-w4-g128")
+    packed_by(model, method)
     model.to(dtype).cuda()
     ids = torch.randint(5, 50, (batch, 9), device="cuda")
     padding = torch.arange(batch, device="cuda") if padded else None
@@ -206,12 +220,13 @@ def test_packed_models_agree_on_a_gpu(family: str, batch: int, padded: bool, dty
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("method", GPU_METHODS.values(), ids=GPU_METHODS)
 @pytest.mark.parametrize("family", FULL)
 def test_a_packed_block_has_no_kernels_of_torch_between_its_products(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_of(FULL[family])
-    packed(model, "bcq-w4-g128")
+    packed_by(model, method)
     model.half().cuda()
     seen, forward = Seen(), decoder_block.TokenBlock.forward
 

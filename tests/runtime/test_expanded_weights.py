@@ -18,9 +18,10 @@ from tests.pipeline import quantize_tiny
 IDS = torch.tensor([[5, 40, 100, 7, 22]])
 
 
-@pytest.fixture
-def checkpoint(tiny_model: Callable[[str], Path], tmp_path: Path) -> Path:
-    quantize_tiny(tiny_model("opt"), tmp_path / "q")
+@pytest.fixture(params=[False, True], ids=["plain", "rotated"])
+def checkpoint(request: pytest.FixtureRequest, tiny_model: Callable[[str], Path], tmp_path: Path) -> Path:
+    rotated = ("rotate_inputs=true",) if request.param else ()
+    quantize_tiny(tiny_model("opt"), tmp_path / "q", "bcq-w4-g128", *rotated)
     return tmp_path / "q"
 
 

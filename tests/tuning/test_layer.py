@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor
 
-from quantkit.formats.table import dequantize
+from quantkit.formats.bcq import BcqTensors, dequantize_stored
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
@@ -16,13 +18,15 @@ N, K = 6, 40  # the last group of a row is shorter
 # Of a loss of about 10 in fp32, differences over a step of 1e-2: 2^-24 * 10 / 1e-2, and some room.
 GRADIENT_ATOL = 1e-3
 STEP = 1e-2
+PRODUCT_ATOL = 1e-5  # fp32 sums of 40 products, in another order
 SETTINGS = [
     BcqSettings(weight_bits=2, group_size=16),
     BcqSettings(weight_bits=3, group_size=16, offset=False),
     BcqSettings(weight_bits=2, group_size=16, scale_bits=8),
     BcqSettings(weight_bits=1, group_size=-1),
+    BcqSettings(weight_bits=2, group_size=16, rotate_inputs=True),
 ]
-IDS = ["offset", "no-offset", "coded-scales", "row"]
+IDS = ["offset", "no-offset", "coded-scales", "row", "rotated"]
 
 
 def linear(settings: BcqSettings) -> tuple[QuantizedLinear, Tensor]:
@@ -32,6 +36,11 @@ def linear(settings: BcqSettings) -> tuple[QuantizedLinear, Tensor]:
     return QuantizedLinear.from_packed(packed, torch.randn(N), torch.float32), weight
 
 
+def of_planes(tensors: Mapping[str, Tensor], settings: BcqSettings) -> Tensor:
+    """The weight that is multiplied: of rotated inputs, where they are."""
+    return dequantize_stored(BcqTensors.of(tensors), K, settings.group_size)
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=IDS)
 @pytest.mark.parametrize("chosen_again", [True, False], ids=["codes", "fixed"])
 def test_tuned_linear_starts_as_the_stored_weight_and_packs_to_its_bits(
@@ -39,7 +48,9 @@ def test_tuned_linear_starts_as_the_stored_weight_and_packs_to_its_bits(
 ) -> None:
     quantized, weight = linear(settings)
     tuned = TunedLinear(quantized, weight if chosen_again else None)
-    assert torch.equal(tuned.dequantize(), quantized.dequantize())
+    assert torch.equal(tuned.dequantize(), of_planes(quantized.tensors, settings))
+    x = torch.randn(5, K)
+    torch.testing.assert_close(tuned(x), quantized(x), rtol=0, atol=PRODUCT_ATOL)
     for name, tensor in tuned.packed().tensors.items():
         assert torch.equal(tensor, quantized.tensors[name]), name
 
@@ -94,9 +105,9 @@ def test_what_is_packed_is_what_was_multiplied(settings: BcqSettings) -> None:
             parameter.add_(0.3 * torch.randn_like(parameter))
     multiplied = tuned.dequantize().detach()
     assert not torch.equal(tuned.codes, before)
-    assert torch.equal(dequantize(tuned.packed()), multiplied)
+    assert torch.equal(of_planes(tuned.packed().tensors, settings), multiplied)
     stored = tuned.quantized()
-    assert torch.equal(stored.dequantize(), multiplied)
+    assert torch.equal(of_planes(stored.tensors, settings), multiplied)
     assert stored.bias is not None
     assert tuned.bias is not None
     assert torch.equal(stored.bias, tuned.bias)

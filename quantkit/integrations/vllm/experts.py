@@ -246,6 +246,11 @@ def stored_experts(
                     f"{name}: an expert in the format {format_name(layers[name].spec)}; vLLM runs all experts at once, "
                     "which only bcq has a kernel for; quantize experts by bcq, rtn, gptq or hqq"
                 )
+            if layers[name].spec.rotate_inputs:
+                raise CheckpointError(
+                    f"{name}: an expert whose inputs are rotated; vLLM runs all experts at once, which no kernel "
+                    "rotates for; quantize experts with rotate_inputs=false"
+                )
             if layers[name].spec != spec:
                 raise CheckpointError(
                     f"{name}: {layers[name].spec} beside {names[0]}: {spec}; vLLM runs the experts of a block as one, "

@@ -9,7 +9,7 @@ from itertools import product
 from quantkit.cuda.architectures import WARP_THREADS, WARPGROUP_THREADS, Architecture, Kernel, architecture
 from quantkit.cuda.compile import CompileUnit
 from quantkit.cuda.source import KernelSource
-from quantkit.formats.hadamard import SIGN_WORDS
+from quantkit.formats.hadamard import SIGN_CONSTANTS
 from quantkit.formats.planes import MAX_BITS
 from quantkit.ops.bipolar.layout import BLOCK_ROWS, CHUNK_BYTES, LINE_BYTES, ORDER_ROWS
 from quantkit.ops.constants import SHARED_CONSTANTS
@@ -66,12 +66,11 @@ _CONSTANTS = {
     "EXPAND_WARPS": _EXPAND_WARPS,
     "QUANTIZE_WARPS": QUANTIZE_WARPS,
 }
-_SIGNED_CONSTANTS = {**_CONSTANTS, **{f"SIGNS_{i}": word for i, word in enumerate(SIGN_WORDS)}}
 _WGMMA = KernelSource("bipolar/gemm_wgmma.cu", _CONSTANTS)
 _MMA = KernelSource("bipolar/gemm_mma.cu", _CONSTANTS)
 _GEMV = KernelSource("bipolar/gemv.cu", _CONSTANTS)
 _QUANTIZE = KernelSource("bipolar/quantize.cu", _CONSTANTS)
-_QUANTIZE_ROTATED = KernelSource("bipolar/quantize_rotated.cu", _SIGNED_CONSTANTS)
+_QUANTIZE_ROTATED = KernelSource("bipolar/quantize_rotated.cu", {**_CONSTANTS, **SIGN_CONSTANTS})
 _EXPAND = KernelSource("bipolar/expand.cu", _CONSTANTS)
 
 

@@ -10,14 +10,16 @@ from torch import Tensor
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.bcq import BcqSpec, check_group_size, check_scale_bits, check_weight_bits
+from quantkit.formats.hadamard import block_width
 from quantkit.ops.solve.op import FitOptions, fit_groups
-from quantkit.quantizers.base import ACTIVATIONS, LayerInput, check_hessian_kind
+from quantkit.quantizers.base import ACTIVATIONS, LayerInput, check_hessian_kind, check_rotate
 from quantkit.quantizers.bcq.coding import CodeShape, code_groups
 from quantkit.quantizers.bcq.compensation import compensate, refine
 from quantkit.quantizers.bcq.groups import weighted_error
 from quantkit.quantizers.bcq.levels import Coding, Nearest, sign_table
 from quantkit.quantizers.bcq.systems import solve_positive
 from quantkit.quantizers.gptq import GptqOptions
+from quantkit.quantizers.rotated_inputs import quantize_rotated
 from quantkit.quantizers.rounding import CLIP_STEPS, CLIPS, fit_uniform
 
 # Pull towards the last round's scales, as a share of the mean diagonal: it makes the normal equations of two equal
@@ -33,7 +35,9 @@ class BcqSettings:
     group. rounds: upper limit of alternations between scales and signs. compensate: choose signs and scales against
     E[x x^T] of the calibration text instead of its diagonal, GPTQ first, then ``sweeps`` rounds of descent.
     damping: share of each diagonal element of E[x x^T] added to it. scale_bits: 16, or 8 for scales and offsets as
-    codes with a factor per row. rotate: fold a Hadamard rotation of the residual stream into the weights first.
+    codes with a factor per row. rotate: true folds a Hadamard rotation of the residual stream into the weights first;
+    online also one of the heads' values, and rotates what flows into the FFN's last Linear as the model runs.
+    rotate_inputs: rotate the input of this Linear as the model runs, by Hadamard blocks; any family.
     hessian: activations, E[x x^T], or end_loss, E[g^2 x x^T], g the gradient of the end loss at the Linear's output."""
 
     weight_bits: int = 4
@@ -44,7 +48,8 @@ class BcqSettings:
     sweeps: int = 3
     damping: float = 0.5
     scale_bits: int = 16
-    rotate: bool = False
+    rotate: bool | str = False
+    rotate_inputs: bool = False
     hessian: str = ACTIVATIONS
 
     def __post_init__(self) -> None:
@@ -55,13 +60,17 @@ class BcqSettings:
             raise RecipeError(f"rounds is {self.rounds}; choose 0 or more")
         if self.sweeps < 0:
             raise RecipeError(f"sweeps is {self.sweeps}; choose 0 or more")
+        check_rotate(self.rotate)
         check_hessian_kind(self.hessian, used=self.compensate)
         GptqOptions(damping=self.damping)
 
 
-def stored_specs(settings: BcqSettings, _shape: Shape) -> tuple[BcqSpec]:
-    """What these settings store a weight as."""
-    return (BcqSpec(settings.weight_bits, settings.group_size, settings.offset, settings.scale_bits),)
+def stored_specs(settings: BcqSettings, shape: Shape) -> tuple[BcqSpec]:
+    """What these settings store a weight as. Raises RecipeError for inputs that cannot be rotated."""
+    if settings.rotate_inputs:
+        block_width(shape[1])
+    bits, group_size = settings.weight_bits, settings.group_size
+    return (BcqSpec(bits, group_size, settings.offset, settings.scale_bits, settings.rotate_inputs),)
 
 
 def needs_hessian(settings: BcqSettings) -> bool:
@@ -154,6 +163,8 @@ def quantize(layer: LayerInput, settings: BcqSettings) -> PackedWeight:
 
     Raises StatsError naming the layer where compensation meets a Hessian that cannot be inverted.
     """
+    if settings.rotate_inputs:
+        return quantize_rotated(layer, settings, quantize)
 
     def fit(values: Tensor, importance: Tensor) -> Coding:
         return solve_groups(values, importance, settings)

@@ -36,6 +36,7 @@ def test_rows_say_where_and_how(
     arguments = [str(tiny_model("opt")), "--name", "tiny", "--text", str(text_file), "--seq-len", "16"]
     arguments += ["--calibration-text", str(text_file), "--windows", "2", "--work", str(tmp_path / "work")]
     arguments += ["--recipes", "rtn-w4-g128+group_size=32", "--max-windows", "2", "--json", str(document)]
+    arguments += ["--divergence"]
     monkeypatch.setattr(sys, "argv", ["table.py", *arguments])
     table.main()
     first, row = json.loads(document.read_text())["rows"]
@@ -47,7 +48,9 @@ def test_rows_say_where_and_how(
     shown = " ".join(row["quantize_command"])
     assert "quantize tiny --recipe rtn-w4-g128 --set group_size=32 --calibration c.safetensors" in shown
     assert row["bits_per_weight"] == 4 + (4 + 1) * 16 / 32
-    assert "model" not in row["evaluation"]
+    assert not {"model", "reference", "histogram"} & {*row["evaluation"], *row["divergence"]}
+    assert " ".join(row["divergence_command"]).startswith("quantkit eval divergence tiny rtn-w4-g128+group_size=32 ")
+    assert row["divergence"]["mean_kl"] > 0
     assert row["evaluation"]["perplexity"] > 1
     assert f"| rtn-w4-g128+group_size=32 | {row['bits_per_weight']:.2f} |" in capsys.readouterr().out
     assert (tmp_path / "work" / "rtn-w4-g128+group_size=32" / "config.json").exists()
