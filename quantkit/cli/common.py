@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from quantkit.cli.ending import ends_in_order
+from quantkit.cli.ending import ends_at_once_as_a_rank, ends_in_order
 from quantkit.errors import OutputError, QuantkitError, refusing
 from quantkit.storage.output import write_file
 from quantkit.storage.place import check_file
@@ -66,6 +66,10 @@ class Program(TyperGroup):
     Errors of the library name its parameters, as `seq_len`. A command's own parameters have the same names, so the line
     can name the options that set them, as --seq-len.
     """
+
+    def main(self, *arguments: Any, **settings: Any) -> Any:
+        with ends_at_once_as_a_rank():
+            return super().main(*arguments, **settings)
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from quantkit.errors import OutputError, reason
+from quantkit.ranks import rank_count
 
 _STOPS = (signal.SIGTERM, signal.SIGHUP)
 _READER_GONE = 128 + signal.SIGPIPE
@@ -42,6 +44,26 @@ def ends_in_order() -> Iterator[None]:
         for number, handler in former.items():
             signal.signal(number, handler)
         _drop_what_cannot_be_printed()
+
+
+@contextmanager
+def ends_at_once_as_a_rank() -> Iterator[None]:
+    """While entered, an exit of one of several ranks ends the process without winding down the interpreter.
+
+    A worker thread of gloo drops the tensors of the last collective after the call has returned. It asks for the
+    interpreter's lock to do so, and where the interpreter is ending by then, the answer is an abort: a rank that has
+    done all its work dies by SIGABRT. Functions registered with atexit run, and what was printed is flushed.
+    """
+    try:
+        yield
+    except SystemExit as done:
+        if rank_count() == 1:
+            raise
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # full or closed: ends_in_order has said so
+                stream.flush()
+        os._exit(done.code if isinstance(done.code, int) else int(done.code is not None))
 
 
 def _fill_standard_streams() -> None:

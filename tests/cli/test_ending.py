@@ -203,3 +203,34 @@ def test_names_of_strangers_reach_the_terminal_written_out(tmp_path: Path) -> No
 def test_inspect_says_whether_digests_were_compared(checkpoint: Path) -> None:
     assert "compare them with --verify" in run("inspect", checkpoint).stdout
     assert "all compared: as written" in run("inspect", checkpoint, "--verify").stdout
+
+
+RANK = """
+import atexit, sys
+from quantkit.cli.ending import ends_at_once_as_a_rank
+
+class Kept:
+    def __del__(self):
+        sys.stderr.write("wound down ")
+
+kept = Kept()
+atexit.register(print, "registered")
+print("printed")
+with ends_at_once_as_a_rank():
+    raise SystemExit({status})
+"""
+
+
+@pytest.mark.parametrize(("ended", "code"), [("3", 3), ("None", 0), ("'a word'", 1)])
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_rank_ends_without_winding_down_but_loses_nothing(ended: str, code: int, ranks: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RANK.format(status=ended)],
+        env={**os.environ, "WORLD_SIZE": ranks},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code
+    assert done.stdout == "printed\nregistered\n"
+    assert ("wound down" in done.stderr) == (ranks == "1")
