@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ PACKED, INTEGER = "pack-quantized", "int-quantized"
 FORMATS = (PACKED, INTEGER)
 MIXED = "mixed-precision"
 _BYTE_BITS = 8
+_LEFT_OUT = "activations left in floating point"
 _ARGS = record({}, {"strategy": nullable(text)})
 _GROUP = record(
     {"targets": list_of(text, least=1), "weights": _ARGS},
@@ -46,15 +47,18 @@ _DOCUMENT = record(
 
 @dataclass(frozen=True)
 class _Scheme:
-    """One config group: what it says of weights and activations."""
+    """One config group: what it says of weights and activations.
+
+    input_bits: None where activations are in floating point. static_inputs: INT8 with one stored scale per tensor.
+    """
 
     targets: tuple[str, ...]
     format: str
     bits: int
     group_size: int
     strategy: str
+    input_bits: int | None
     static_inputs: bool
-    dynamic_inputs: bool
 
 
 def layers(folder: Folder, *, weights_only: bool) -> dict[str, SourceLayer]:
@@ -109,8 +113,11 @@ def _scheme(name: str, group: Mapping[str, Any], stated: str) -> _Scheme:
     strategy = weights.get("strategy") or ("group" if size and size > 0 else "channel" if size else "tensor")
     if strategy not in ("group", "channel", "tensor"):
         raise CheckpointError(f"{where}: strategy is {strategy!r}; quantkit reads group, channel and tensor")
+    input_bits = inputs.get("num_bits", _BYTE_BITS) if inputs else None
+    if inputs and (isinstance(input_bits, bool) or not isinstance(input_bits, int)):
+        raise CheckpointError(f"{where}: input_activations have num_bits {input_bits!r}, which is no whole number")
     static = bool(inputs) and not inputs.get("dynamic") and inputs.get("strategy") in (None, "tensor")
-    fits = static and inputs.get("symmetric", True) and inputs.get("num_bits", _BYTE_BITS) == _BYTE_BITS
+    fits = static and inputs.get("symmetric", True) and input_bits == _BYTE_BITS
     fits = fits and inputs.get("type", "int") == "int"
     return _Scheme(
         targets=tuple(group["targets"]),
@@ -118,8 +125,8 @@ def _scheme(name: str, group: Mapping[str, Any], stated: str) -> _Scheme:
         bits=bits,
         group_size=size if isinstance(size, int) and not isinstance(size, bool) else -1,
         strategy=strategy,
+        input_bits=input_bits,
         static_inputs=bool(fits),
-        dynamic_inputs=bool(inputs) and not fits,
     )
 
 
@@ -190,19 +197,17 @@ def _with_activations(folder: Folder, layer: SourceLayer, scheme: _Scheme, *, we
     }
     fields = {**layer.fields, **consumed}
     runs = scheme.static_inputs and per_tensor and scheme.format == INTEGER and "weight_zero_point" not in layer.fields
-    inputs = scheme.static_inputs or scheme.dynamic_inputs
-    if runs and not weights_only:
-        folder.field(f"{layer.name}.input_scale", FLOATS)
-        return SourceLayer(layer.name, layer.shape, layer.bits, -1, fields, folder.bytes_of(fields), _BYTE_BITS)
-    if inputs and not weights_only:
+    if scheme.input_bits is None:
+        return replace(layer, fields=fields, bytes=folder.bytes_of(fields))
+    if not runs and not weights_only:
         raise CheckpointError(
             f"{layer.name}: its activations are quantized other than by one static scale per tensor on both sides; "
             "pass `weights_only` to convert the weights alone"
         )
-    note = "activations left in floating point" if inputs else ""
-    return SourceLayer(
-        layer.name, layer.shape, layer.bits, layer.group_size, fields, folder.bytes_of(fields), note=note
-    )
+    if not weights_only:
+        folder.field(f"{layer.name}.input_scale", FLOATS)
+    note = _LEFT_OUT if weights_only else ""
+    return replace(layer, fields=fields, bytes=folder.bytes_of(fields), act_bits=scheme.input_bits, note=note)
 
 
 def _padded_words(columns: int, bits: int) -> int:
@@ -246,7 +251,7 @@ def _unpacked(words: Tensor, layer: SourceLayer, codes: int) -> Tensor:
 
 def _static(layer: SourceLayer, get: Get) -> PackedWeight | None:
     """The ``flatten`` form of a layer with static INT8 activations; None for other layers."""
-    if layer.act_bits != _BYTE_BITS:
+    if layer.act_bits != _BYTE_BITS or layer.note == _LEFT_OUT:
         return None
     rows, columns = layer.shape
     scales = {}

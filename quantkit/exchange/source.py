@@ -28,8 +28,8 @@ OLD_DOCUMENT = "quantize_config.json"  # where AutoGPTQ kept what config.json sa
 class SourceLayer:
     """One quantized Linear of a source.
 
-    name: of the module. shape: (N, K). bits, act_bits: of the stored codes; 16 = not quantized. group_size: -1 for
-    the row. fields: what the source calls each of its tensors -> the full name of the stored one. bytes: of them all.
+    name: of the module. shape: (N, K). bits, act_bits: the source's; 16 = not quantized. group_size: -1 for the row.
+    fields: what the source calls each of its tensors -> the full name of the stored one. bytes: of them all.
     note: what the conversion leaves out, or "". kind: the type of its blocks, where a source has several.
     """
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.errors import CheckpointError
+from quantkit.exchange.summary import summarize_source
 from quantkit.jobs.convert import ConvertResult, convert_model
 from quantkit.nn.quantized_linear import QuantizedLinear
 from tests.exchange.sources import (
@@ -185,6 +186,30 @@ def test_dynamic_activations_are_refused_or_left_out(sources: Sources, tmp_path:
     result = convert_model(source, tmp_path / "out", weights_only=True)
     _assert_exact(sources, tmp_path / "out", result)
     assert result.notes == {"activations left in floating point": result.layers}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "inputs", "bits"),
+    [
+        ("tensor", {"strategy": "tensor"}, 8),
+        ("channel", {"strategy": "token", "dynamic": True}, 4),
+        ("channel", None, 16),
+    ],
+    ids=["static INT8", "INT4 per token", "floating point"],
+)
+def test_inspect_shows_the_bits_of_a_sources_activations(
+    sources: Sources, strategy: str, inputs: dict[str, Any] | None, bits: int
+) -> None:
+    """Also where ``convert`` would refuse them or leave them out."""
+    stated = scheme(bits, symmetric=True) | inputs if inputs else None
+    document = compressed_document(scheme(8, symmetric=True, strategy=strategy), "int-quantized", stated)
+
+    def fields(it: Coded) -> dict[str, torch.Tensor]:
+        scales = it.scales[:1, 0] if strategy == "tensor" else it.scales
+        return {"weight": (it.codes - 128).to(torch.int8), "weight_scale": scales}
+
+    source = sources.write(document, fields, 8, symmetric=True, group_size=128)
+    assert {(layer.weight_bits, layer.act_bits) for layer in summarize_source(source).layers} == {(8, bits)}
 
 
 def test_all_other_tensors_and_files_stay_as_they_are(sources: Sources, tmp_path: Path) -> None:

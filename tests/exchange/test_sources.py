@@ -152,6 +152,11 @@ CONFIGS: dict[str, tuple[str, Edit, str]] = {
         lambda c: c["config_groups"]["group_0"]["weights"].update(actorder="group"),
         "takes the columns of a group apart",
     ),
+    "input bits": (
+        "compressed",
+        lambda c: c["config_groups"]["group_0"].update(input_activations={"num_bits": "8"}),
+        "input_activations have num_bits '8'",
+    ),
     "cache": ("compressed", lambda c: c.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is set"),
     "sparse": ("compressed", lambda c: c.update(sparsity_config={"format": "x"}), "sparsity_config is set"),
 }
