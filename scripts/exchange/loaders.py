@@ -6,6 +6,7 @@ python scripts/exchange/loaders.py --text wiki.test.jsonl --seq-len 512 --max-wi
 
 ``export:FORMAT:NAME=FOLDER`` exports a quantkit checkpoint; ``convert:NAME=SOURCE`` converts a source. Both are read by
 transformers with the package that the format belongs to, in fp32 on the CPU. Rows already in the JSON file are kept.
+``--draws N`` also scores both N times with the embeddings disturbed, for models with INT8 activations.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from scripts.common import (
     run_script,
     write_document,
 )
+from scripts.exchange.disturbance import DISTURBANCE, disturbed
 
 _LAYERS_OF_THEIR_OWN = ("gptq", "awq")  # whose loaders keep weights quantized
 _PACKAGES = {"compressed-tensors": ("compressed-tensors",), "gptq": ("gptqmodel", "optimum"), "awq": ("gptqmodel",)}
@@ -75,6 +77,15 @@ def score(model: Any, tokenizer: Any, corpus: Corpus, options: argparse.Namespac
     }
 
 
+def draws(model: Any, tokenizer: Any, corpus: Corpus, options: argparse.Namespace) -> list[float]:
+    """Perplexities with the embeddings disturbed at random, a seed each."""
+    found = []
+    for seed in range(options.draws):
+        with disturbed(model, seed):
+            found.append(score(model, tokenizer, corpus, options)["perplexity"])
+    return found
+
+
 def same_weights(here: Any, there: Any, method: str) -> int:
     """The layers whose weights are the other loader's to the bit, both in the type in which it computes them."""
     dtype = torch.float32 if method == "gguf" else torch.float16
@@ -106,6 +117,10 @@ def measure(case: str, corpus: Corpus, options: argparse.Namespace, work: Path) 
     model, tokenizer, method = load_elsewhere(theirs)
     same = same_weights(own, model, method)
     here, there = score(own, own_tokenizer, corpus, options), score(model, tokenizer, corpus, options)
+    if options.draws:
+        numbers["disturbance"] = DISTURBANCE
+        numbers["disturbed_here"] = draws(own, own_tokenizer, corpus, options)
+        numbers["disturbed_there"] = draws(model, tokenizer, corpus, options)
     return {
         "case": what,
         "format": method,
@@ -127,6 +142,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--max-windows", type=int, default=8)
     parser.add_argument("--exact", action="store_true", help="convert with --exact")
+    parser.add_argument("--draws", type=int, default=0, help="disturbed embeddings to score as well")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     empty: dict[str, Any] = {"command": "python scripts/exchange/loaders.py CASES --text test.jsonl", "rows": []}
