@@ -205,7 +205,7 @@ def round_activations(op: BipolarLinear, act_clip: Tensor) -> Tensor:
 
 def bcq_scales(scales: Tensor, weight_bits: int) -> Tensor:
     """Scales of the same weight in the bcq format: [N, G] -> [bits, N, G], plane i weighing 2**i (exact in fp16)."""
-    powers = torch.tensor([1 << i for i in range(weight_bits)], dtype=scales.dtype, device=scales.device)
+    powers = torch.exp2(torch.arange(weight_bits, device=scales.device)).to(scales.dtype)  # no copy: graphs hold it
     return powers[:, None, None] * scales
 
 
