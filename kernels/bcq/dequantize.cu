@@ -29,16 +29,16 @@ __device__ __forceinline__ void storeEight(void* weight, size_t index, const flo
 }
 
 // The order for batches -> that of sign tiles (tiles.cuh).
-template <int kBits>
+template <int kBits, bool kGrid>
 __device__ __forceinline__ void codesToPlanes(uint4 (&words)[kBits], int lane) {
     uint32 own[4][kBits];
 #pragma unroll
     for (int i = 0; i < kBits; ++i) own[0][i] = words[i].x, own[1][i] = words[i].y, own[2][i] = words[i].z, own[3][i] = words[i].w;
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
-        wordsToPlanes<kBits>(own[part]);
+        wordsToPlanes<kBits, kGrid>(own[part]);
 #pragma unroll
-        for (int i = 0; i < kBits; ++i) own[part][i] = neighbouringColumns<kBits>(own[part][i], lane);
+        for (int i = 0; i < kBits; ++i) own[part][i] = neighbouringColumns<kBits, kGrid>(own[part][i], lane);
     }
 #pragma unroll
     for (int i = 0; i < kBits; ++i) words[i] = make_uint4(own[0][i], own[1][i], own[2][i], own[3][i]);
@@ -48,7 +48,7 @@ __device__ __forceinline__ void codesToPlanes(uint4 (&words)[kBits], int lane) {
 
 template <int kBits,       // planes
           int kScaleBits,  // 16 or 8
-          bool kCodes>     // whether they stand as codes of levels
+          int kOrder>      // kPlaneOrder, kCodeOrder or kGridOrder
 __global__ void __launch_bounds__(QK_DEQUANTIZE_THREADS, 2)
 bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
               const typename StoredScale<kScaleBits>::Type* __restrict__ scales,  // scale tiles
@@ -59,6 +59,8 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
               int groupSize,                       // columns per group
               int entries,                         // kBits, or kBits + 1 with an offset
               int dtype) {
+    constexpr bool kGrid = kOrder == kGridOrder;
+    constexpr int kScales = kGrid ? 1 : kBits;  // of a group
     const int lane = threadIdx.x % kWarpSize, quad = lane % kTileQuads, g = lane / kTileQuads;
     const int kTiles = (K + kTileK - 1) / kTileK;
     const int nTiles = (N + kTileN - 1) / kTileN;
@@ -70,7 +72,7 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
     uint4 words[kBits];
 #pragma unroll
     for (int i = 0; i < kBits; ++i) words[i] = __ldcs(tiles + (size_t(tile) * kBits + i) * kWarpSize + lane);
-    if constexpr (kCodes) codesToPlanes(words, lane);
+    if constexpr (kOrder != kPlaneOrder) codesToPlanes<kBits, kOrder == kGridOrder>(words, lane);
 
 #pragma unroll
     for (int part = 0; part < kWordsPerTileRow / kTileQuads * 2; ++part) {  // x, y, z, w of the lane's words
@@ -91,12 +93,13 @@ bcqDequantize(const uint4* __restrict__ tiles,     // sign tiles
             const int group = k / groupSize;
             const auto* entry = scales + scaleIndex(nTile, groups, group, row, entries, 0);
             float values[kColumnsPerLane];
-            const float offset = entries > kBits ? offsetValue<kScaleBits>(entry[kBits * kLaneRows]) : 0.0f;
+            const float offset = entries > kScales ? offsetValue<kScaleBits>(entry[kScales * kLaneRows]) : 0.0f;
 #pragma unroll
             for (int c = 0; c < kColumnsPerLane; ++c) values[c] = 0.0f;
 #pragma unroll
             for (int i = 0; i < kBits; ++i) {
-                const float scale = scaleValue<kScaleBits>(entry[i * kLaneRows]);
+                const float stored = scaleValue<kScaleBits>(entry[(kGrid ? 0 : i) * kLaneRows]);
+                const float scale = kGrid ? stored * float(1 << i) : stored;
 #pragma unroll
                 for (int c = 0; c < kColumnsPerLane; ++c) values[c] += (bytes[i] >> c) & 1 ? scale : -scale;
             }

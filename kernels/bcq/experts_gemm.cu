@@ -32,7 +32,7 @@ __device__ __forceinline__ void multiplyExperts(const ExpertsProblem& p) {
     keepInRegister(laneBytes);
     ring.begin(at.firstSlot, laneBytes);
     const uint32 sums = work.parts > 1 ? stages : allTables + S::kGroups * kGroupWarps * 2 * tableBytes;
-    const TableMaker<S::kBits, typename S::Row> maker(lane, p.entries, p.scaleBits, p.segments);
+    const TableMaker<typename S::Row> maker(lane, p.entries, p.scaleBits, p.segments);
     StagePlace first{0, 0};  // of the item
     for (int i = work.firstItem; i < work.items; i += work.itemStep) {
         float acc[S::kTokens / 2] = {};
@@ -69,7 +69,7 @@ bcqExpertsGemm(const uint4* __restrict__ tiles,     // sign tiles of all experts
                int rangeTiles, int longRanges, int ranges, int tokenBand) {
     waitForPriorKernels();  // the first of which found the tiles
     const int tokenTiles = *tileCount;
-    multiplyExperts<GemmShape<kBits, ExpertsBlock, kAdds, kDtype, kTokens, kRowGroups, kPhases, kSlots>,
+    multiplyExperts<GemmShape<LevelExpansion<kBits, ExpertsBlock, kAdds, kDtype>, kTokens, kRowGroups, kPhases, kSlots>,
                     typename ExpertsProductsOf<kWarpgroup, kDtype, kTokens>::Type>(
         {{tiles, scales, factors, x, bias, nullptr, y, nullptr, nullptr, tokenTiles * kTokens, N, K, groups, groupMagic,
           entries, scaleBits, segments, stages, rangeTiles, longRanges, ranges, tokenTiles, tokenBand, 0, kNoActivation},

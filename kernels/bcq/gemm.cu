@@ -4,7 +4,7 @@
 
 template <bool kWarpgroup,  // whether the tensor cores of four warps multiply together
           int kBits,        // planes of the weight
-          bool kCodes,      // whether it is stored as codes of its levels: levels.cuh
+          int kOrder,       // of the weight in memory: kPlaneOrder, kCodeOrder or kGridOrder
           bool kAdds,       // whether offsets are added behind the tables of levels
           int kDtype,       // of x and y: fp16 or bf16
           int kTokens,      // of a tile
@@ -18,7 +18,9 @@ bcqGemm(const uint4* __restrict__ tiles, const uint4* __restrict__ scales, const
         const uint16* __restrict__ bias, const uint16* residual, uint16* y, float* partials, uint32* ready,
         int M, int N, int K, int groups, uint32 groupMagic, int entries, int scaleBits, int segments, int stages,
         int rangeTiles, int longRanges, int ranges, int tokenTiles, int tokenBand, int wholeItems, int activation) {
-    multiplyTokens<GemmShape<kBits, BlockOf<kCodes>::template Type, kAdds, kDtype, kTokens, kRowGroups, kPhases, kSlots, kFine>,
+    constexpr bool kCodes = kOrder != kPlaneOrder;
+    using Expansion = typename ExpansionOf<kOrder, kBits, kAdds, kDtype>::Type;
+    multiplyTokens<GemmShape<Expansion, kTokens, kRowGroups, kPhases, kSlots, kFine>,
                    typename ProductsOf<kWarpgroup, kDtype, kTokens>::Type>(
         {tiles, scales, factors, kCodes && kWarpgroup ? reinterpret_cast<const uint4*>(&xMap) : x, bias, residual, y,
          partials, ready, M, N, K, groups, groupMagic, entries, scaleBits, segments, stages, rangeTiles, longRanges, ranges,

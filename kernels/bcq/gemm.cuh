@@ -19,7 +19,7 @@
 //                  sums [phase but the first][4 sums][thread of the phase] float4
 #pragma once
 #include "arrange.cuh"
-#include "levels.cuh"
+#include "grid.cuh"
 #include "../shared/epilogue.cuh"
 
 constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
@@ -43,7 +43,7 @@ struct GemmProblem {
     int M, N, K;             // of codes K may be that of an x with zeros behind its columns, of as many k tiles
     int groups;              // scale groups per row
     uint32 groupMagic;       // 2^32 over the segments of a group, rounded up; 0 for one, all of them stored
-    int entries;             // kBits, or kBits + 1 with an offset
+    int entries;             // scales, and one more with an offset
     int scaleBits;           // 16, or 8
     int segments;            // of a k tile: 1, 2, 4 or 8
     int stages;              // of x
@@ -108,13 +108,12 @@ struct StagePlace {
 };
 
 // Sizes of an instance.
-template <int kBits_, template <int> class Block, bool kAdds, int kDtype_, int kTokens_, int kRowGroups_, int kPhases_,
-          int kSlots_, bool kFine_ = false>
+template <class Expansion, int kTokens_, int kRowGroups_, int kPhases_, int kSlots_, bool kFine_ = false>
 struct GemmShape {
-    static constexpr int kBits = kBits_, kDtype = kDtype_;
-    static constexpr bool kCodes = Block<firstPlanes(kBits_)>::kStoredAsCodes;
-    using Words = PlaneWords<kBits_, Block>;
-    using Row = Levels<kBits_, kAdds, kDtype_>;
+    static constexpr int kBits = Expansion::kBits, kDtype = Expansion::kDtype;
+    static constexpr bool kCodes = Expansion::kCodes;
+    using Words = typename Expansion::Words;
+    using Row = typename Expansion::Row;
     static constexpr int kTokens = kTokens_, kRowGroups = kRowGroups_, kPhases = kPhases_, kSlots = kSlots_;
     // Registers of many tokens leave no room for two forms of a tile's products: an instance has one of them.
     static constexpr bool kFine = kFine_, kBothForms = kCodes && kTokens <= QK_GEMM_FEW_TOKENS;

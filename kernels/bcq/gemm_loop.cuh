@@ -46,7 +46,7 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     keepInRegister(laneBytes);
     ring.begin(at.firstSlot, laneBytes);
     const uint32 sums = allTables + S::kGroups * kGroupWarps * 2 * tableBytes;
-    const TableMaker<S::kBits, typename S::Row> maker(lane, p.entries, p.scaleBits, p.segments);
+    const TableMaker<typename S::Row> maker(lane, p.entries, p.scaleBits, p.segments);
     copyWait<S::kSlots - 2>();
     __syncwarp();
     maker.make(at.slot + S::kPlaneBytes, at.tables);

@@ -51,7 +51,7 @@ __device__ __forceinline__ void prepareBarriers(uint32 barriers, int stages) {
 // levels may change within half a tile of codes, of which a word is 32 columns.
 template <class S, class Products, bool kFine = false>
 __device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, const Consumer& own, const TilePlace& at,
-                                             uint32 slotBytes, const TableMaker<S::kBits, typename S::Row>& maker, uint32 barriers,
+                                             uint32 slotBytes, const TableMaker<typename S::Row>& maker, uint32 barriers,
                                              uint32 stages, StagePlace& place) {
     constexpr int kBits = S::kBits;
     typename S::Row upper, lower;

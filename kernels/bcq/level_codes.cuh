@@ -17,9 +17,14 @@
 //              s of places 4 m + 3
 //   4 planes   word s: the same for all s, of where planes 1 to 3 agree with plane 0. The fourth bits of nibbles 1, 3, 5, 7
 //              and 0, 2, 4, 6 say whether plane 0 is negative at the places of nibbles 0 to 3 and 4 to 7
+//
+// Of four planes whose levels are in equal steps there is another form (grid.cuh): place 16 e + 4 i + s, nibble m of word s the
+// pattern of place 4 m + s, and each half of the word turned up by one bit, so that nibbles start at bits 1, 5, 9 and 13.
 #pragma once
 #include "tiles.cuh"
 
+constexpr int kPlaneOrder = 0, kCodeOrder = 1, kGridOrder = 2;  // of a weight in memory (ops/bcq/layout.py)
+constexpr int kGridPlanes = 4;
 constexpr int kBlockPlanes = 4;  // of the first block, at most
 constexpr uint32 kEvenBits = 0x55555555u, kNibbleOnes = 0x11111111u, kByteOnes = 0x01010101u;
 
@@ -66,6 +71,19 @@ __device__ __forceinline__ void codesToPlanes(uint32* words) {
     }
 }
 
+// The words of a grid -> its planes.
+__device__ __forceinline__ void gridToPlanes(uint32* words) {
+    uint32 planes[kGridPlanes] = {};
+#pragma unroll
+    for (int s = 0; s < kGridPlanes; ++s) {
+        const uint32 nibbles = (words[s] >> 1 & 0x7FFF7FFFu) | (words[s] & 0x00010001u) << 15;
+#pragma unroll
+        for (int i = 0; i < kGridPlanes; ++i) planes[i] |= (nibbles >> i & kNibbleOnes) << s;
+    }
+#pragma unroll
+    for (int i = 0; i < kGridPlanes; ++i) words[i] = planes[i];
+}
+
 // The places of a word whose number has this bit, or has not.
 constexpr uint32 placesOf(int bit, bool set) {
     uint32 mask = 0;
@@ -91,10 +109,12 @@ __device__ __forceinline__ uint32 exchangeWithLanes(uint32 word, int distance, i
 
 // A lane's word of a plane in the order for batches -> columns 32 t .. 32 t + 31 of half a tile row: the exchanges of
 // ops/bcq/codes.py from the last to the first.
-template <int kBits>
+template <int kBits, bool kGrid>
 __device__ __forceinline__ uint32 neighbouringColumns(uint32 word, int lane) {
     word = exchangePlaces<1, 0>(word);
-    if constexpr (kBits == 1) {
+    if constexpr (kGrid) {
+        word = exchangePlaces<4, 0>(exchangePlaces<3, 0>(exchangePlaces<2, 0>(word)));
+    } else if constexpr (kBits == 1) {
         word = exchangePlaces<4, 0>(exchangePlaces<3, 2>(exchangePlaces<2, 1>(word)));
     } else if constexpr (kBits == 2) {
         word = exchangePlaces<4, 3>(exchangePlaces<3, 0>(exchangePlaces<2, 1>(word)));
@@ -105,8 +125,12 @@ __device__ __forceinline__ uint32 neighbouringColumns(uint32 word, int lane) {
 }
 
 // A lane's words of codes -> of planes, of the same columns.
-template <int kBits>
+template <int kBits, bool kGrid>
 __device__ __forceinline__ void wordsToPlanes(uint32 (&words)[kBits]) {
+    if constexpr (kGrid) {
+        gridToPlanes(words);
+        return;
+    }
     codesToPlanes<firstPlanes(kBits)>(words);
     if constexpr (kBits > kBlockPlanes) codesToPlanes<secondPlanes(kBits)>(words + kBlockPlanes);
 }

@@ -55,7 +55,7 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
     const int ownTiles = (uint32(kTiles) * (part + 1) >> partShift) - firstTile;
     const int passes = (ownTiles + p.passTiles - 1) / p.passTiles;
     const int firstToken = blockIdx.y * kTokens;
-    const bool offset = p.entries > S::kBits;
+    const bool offset = p.entries > S::kScales;
     const uint32 groupVectors = offset ? S::groupVectors(1) : S::groupVectors(0), groupBytes = groupVectors * kVectorBytes;
     const Weights<S> weights{
         pinned(p.tiles + size_t(firstNTile) * kTiles * S::kSignVectors + lane),

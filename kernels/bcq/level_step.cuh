@@ -1,6 +1,6 @@
 // A tile of a warp in level_gemv.cu: codes to levels, products of 16-bit floats; from shared memory to registers.
 #pragma once
-#include "levels.cuh"
+#include "grid.cuh"
 #include "ring.cuh"
 
 constexpr int kProductTokens = 8;  // columns of B
@@ -51,13 +51,14 @@ __device__ __noinline__ void makePairRecords(const uint16* x, Activations part, 
 }
 
 // What level_loop.cuh runs. A lane 4 g + t ends up with rows g and g + 8 of tokens 2 t and 2 t + 1 of every set of eight.
-template <int kBits, int kSegment, int kScaleBits_, int kTokens_, bool kAdds, int kDtype>
+template <int kOrder, int kBits, int kSegment, int kScaleBits_, int kTokens_, bool kAdds, int kDtype>
 struct LevelProduct {
-    using Shape = StepShape<kBits, kSegment, kScaleBits_, 1>;
+    using Expansion = typename ExpansionOf<kOrder, kBits, kAdds, kDtype>::Type;
     using Record = PairRecord;
-    using Row = Levels<kBits, kAdds, kDtype>;
-    using Maker = TableMaker<kBits, Row>;
-    using Words = PlaneWords<kBits, BlockOf<true>::Type>;
+    using Row = typename Expansion::Row;
+    using Shape = StepShape<kBits, kSegment, kScaleBits_, 1, Row::kScales>;
+    using Maker = TableMaker<Row>;
+    using Words = typename Expansion::Words;
     static constexpr int kScaleBits = kScaleBits_, kTokens = kTokens_, kSetTokens = kProductTokens;
     static constexpr int kSets = kTokens / kSetTokens, kTileSegments = Shape::kTileSegments;
     static constexpr int kTableBytes = kTileSegments * Maker::kSegmentTable;  // the levels of a tile

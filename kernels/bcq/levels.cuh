@@ -114,7 +114,7 @@ __device__ __forceinline__ void expandBlock(const Block& block, const uint4& tab
 template <int kBits, bool kAdds, int kDtype>
 struct Levels {
     static_assert(!kAdds || kBits == 1 || kBits % kBlockPlanes == 0, "other tables hold the offset");
-    static constexpr int kTables = kBits > kBlockPlanes ? 2 : 1, kTableBytes = kBits <= 2 ? 8 : 16;
+    static constexpr int kScales = kBits, kTables = kBits > kBlockPlanes ? 2 : 1, kTableBytes = kBits <= 2 ? 8 : 16;
     static constexpr bool kOffsets = kAdds && kBits > 1;  // apart from the tables
     static constexpr int kRowBytes = kTables * kTableBytes + (kOffsets ? 4 : 0);
     uint4 first, second;
@@ -202,10 +202,20 @@ struct PlaneWords {
     }
 };
 
+// What becomes of a weight's words, in any order but a grid's (grid.cuh).
+template <int kBits_, template <int> class Block, bool kAdds, int kDtype_>
+struct LevelExpansion {
+    static constexpr int kBits = kBits_, kDtype = kDtype_;
+    static constexpr bool kCodes = Block<firstPlanes(kBits_)>::kStoredAsCodes;
+    using Words = PlaneWords<kBits_, Block>;
+    using Row = Levels<kBits_, kAdds, kDtype_>;
+};
+
 // The tables of a tile's 16 rows, made by a warp: a lane those of one row for every second segment. Where there is one
 // segment, two lanes make the same.
-template <int kBits, class Row>
+template <class Row>
 struct TableMaker {
+    static constexpr int kScales = Row::kScales;
     static constexpr int kSegmentTable = kTileN * Row::kRowBytes;
     const int row, entries, scaleBits, rounds;
     uint32 entry, table, nextEntry;  // bytes: from a slot's scales and from the tables to the lane's first; to its next
@@ -221,15 +231,15 @@ struct TableMaker {
         uint32 from = scales + entry, to = tables + table;
 #pragma unroll 1
         for (int i = 0; i < rounds; ++i, from += nextEntry, to += 2 * kSegmentTable) {
-            float scale[kBits], offset = 0.0f;
+            float scale[kScales], offset = 0.0f;
             if (scaleBits == 16) {
 #pragma unroll
-                for (int b = 0; b < kBits; ++b) scale[b] = halfToFloat(loadShared2(from + b * 4));
-                if (entries > kBits) offset = halfToFloat(loadShared2(from + kBits * 4));
+                for (int b = 0; b < kScales; ++b) scale[b] = halfToFloat(loadShared2(from + b * 4));
+                if (entries > kScales) offset = halfToFloat(loadShared2(from + kScales * 4));
             } else {
 #pragma unroll
-                for (int b = 0; b < kBits; ++b) scale[b] = float(loadShared1(from + b * 2));
-                if (entries > kBits) offset = float(int8(loadShared1(from + kBits * 2)));
+                for (int b = 0; b < kScales; ++b) scale[b] = float(loadShared1(from + b * 2));
+                if (entries > kScales) offset = float(int8(loadShared1(from + kScales * 2)));
             }
             Row::make(to, row, scale, offset);
         }

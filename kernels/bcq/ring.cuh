@@ -75,7 +75,7 @@ struct Problem {
     int M, N, K;
     int groups;             // scale groups per row
     uint32 groupMagic;      // 2^32 over the segments of a group, rounded up; 0 for one
-    int entries;            // kBits, or kBits + 1 with an offset
+    int entries;            // scales, and one more with an offset
     int passTiles;          // k tiles whose records fit into shared memory at once; whole steps
     int rangeTiles;         // n tiles of a range (a block, or a cluster), one more in the first `longRanges`
     int longRanges;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void multiplyWeight(const Problem& p) {
     const int ownTiles = (uint32(kTiles) * (part + 1) >> partShift) - firstTile;
     const int passes = ownTiles <= p.passTiles ? 1 : (ownTiles + p.passTiles - 1) / p.passTiles;
     const int firstToken = blockIdx.y * kTokens;
-    const bool offset = p.entries > S::kBits;
+    const bool offset = p.entries > S::kScales;
     const uint32 groupVectors = offset ? S::groupVectors(1) : S::groupVectors(0), groupBytes = groupVectors * kVectorBytes;
 
     const Weights<S> weights{

@@ -18,9 +18,10 @@ __device__ __forceinline__ const uint4* pinned(const uint4* pointer) {
 }
 
 // Sizes of a step.
-template <int kBits_, int kSegment, int kScaleBits, int kStepTiles_>
+template <int kBits_, int kSegment, int kScaleBits, int kStepTiles_, int kScales_ = kBits_>
 struct StepShape {
     static constexpr int kBits = kBits_, kStepTiles = kStepTiles_;
+    static constexpr int kScales = kScales_;  // stored for a group of a row
     static constexpr int kTileSegments = kTileK / kSegment;
     static constexpr int kStepSegments = kStepTiles * kTileSegments;
     static constexpr int kEntryBytes = kLaneRows * kScaleBits / kBitsPerByte;
@@ -28,14 +29,14 @@ struct StepShape {
     static constexpr int kSignBytes = kStepTiles * kSignVectors * kVectorBytes;
     // Of the scales of one group of an n tile.
     static __device__ __forceinline__ constexpr uint32 groupVectors(int offsets) {
-        return (kBits + offsets) * kEntryBytes / kLaneRows;
+        return (kScales + offsets) * kEntryBytes / kLaneRows;
     }
 };
 
 // Where the block's tiles are and how a step gets into a stage.
 template <class S>
 struct Weights {
-    static constexpr uint32 kMostScaleVectors = S::kStepSegments * (S::kBits + 1) * S::kEntryBytes / kLaneRows;
+    static constexpr uint32 kMostScaleVectors = S::kStepSegments * (S::kScales + 1) * S::kEntryBytes / kLaneRows;
     const uint4* signs;   // of the block's first n tile, plus the lane
     const uint4* scales;  // of the block's first n tile
     uint32 kTiles, groups, groupVectors, lane, groupMagic, vectorMagic;

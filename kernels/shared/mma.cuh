@@ -1,7 +1,7 @@
 // One-instruction wrappers: tensor cores, asynchronous copies, stores under a condition, launch dependencies. The only
 // file with such PTX.
 #pragma once
-#include "common.cuh"
+#include "pairs.cuh"
 
 // D = C + popcount(A and B) on 16 x kBits by kBits x 8 bit matrices, one warp.
 // Lane = 4 g + t. A: a[0] row g, a[1] row g + 8, bits 32 t .. 32 t + 31; a[2], a[3] the same rows 128 bits further.
@@ -243,26 +243,6 @@ __device__ __forceinline__ void shortMma16(float* c, uint4 a, uint32 b0, uint32 
             : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
             : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
     }
-}
-
-// Two floats as a pair of 16-bit ones of type kDtype, and the sum of two such pairs.
-template <int kDtype>
-__device__ __forceinline__ uint32 packPair(float low, float high) {
-    uint32 pair;
-    if constexpr (kDtype == kFloat16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-template <int kDtype>
-__device__ __forceinline__ uint32 addPairs(uint32 a, uint32 b) {
-    uint32 sum;
-    if constexpr (kDtype == kFloat16) {
-        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
-    } else {  // compute capability 8.0 has no addition of bf16
-        asm("{.reg .b32 one;\nmov.b32 one, 0x3f803f80;\nfma.rn.bf16x2 %0, %1, one, %2;\n}"
-            : "=r"(sum) : "r"(a), "r"(b));
-    }
-    return sum;
 }
 
 // One byte at an address in shared memory; 4, 8 or 16 bytes to one.

@@ -9,13 +9,15 @@ from quantkit.cuda.device import gpu_of
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import BcqSpec, BcqTensors
 from quantkit.ops.bcq.autotune import ensure_measured
-from quantkit.ops.bcq.candidates import takes_codes
-from quantkit.ops.bcq.layout import BcqTiles, tile, untile
+from quantkit.ops.bcq.candidates import multiplies_batches
+from quantkit.ops.bcq.layout import BcqTiles, is_grid, tile, untile
 from quantkit.ops.bcq.op import bcq_linear, bcq_linear_prepared, bcq_linear_with_epilogue
+from quantkit.ops.bcq.order import Order
 from quantkit.ops.epilogue import Epilogue
 from quantkit.ops.rotation.op import rotate_inputs
 
-_CODES = "code_tiles"  # the name of the tiles in the order for batches
+_TILES = {Order.PLANES: "tiles", Order.CODES: "code_tiles", Order.GRID: "grid_tiles"}
+"""The name of the tiles by their order."""
 
 
 def forward(spec: BcqSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -32,18 +34,20 @@ def prepare(spec: BcqSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
 
 
 def prepare_batch(spec: BcqSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
-    """As ``prepare``, in the order for batches; the other one where the GPU has no product for it."""
+    """As ``prepare``, in an order for batches; that for latency where the GPU has no product for such."""
     stored = BcqTensors.of(tensors)
     device, weight_bits = stored.signs.device, stored.signs.shape[0]
     row = gpu_of(device).architecture if device.type == "cuda" else ARCHITECTURES[min(ARCHITECTURES)]
-    codes = takes_codes(row, weight_bits, spec.group_size, shape[1])
-    return _prepared(tile(stored, shape[1], spec.group_size, codes=codes))
+    order = Order.PLANES
+    if multiplies_batches(row, weight_bits, spec.group_size, shape[1]):
+        order = Order.GRID if is_grid(stored) else Order.CODES
+    return _prepared(tile(stored, shape[1], spec.group_size, order=order))
 
 
 def _prepared(weight: BcqTiles) -> dict[str, Tensor]:
     if weight.tiles.is_cuda:
         ensure_measured(weight)
-    prepared = {_CODES if weight.codes else "tiles": weight.tiles, "scale_tiles": weight.scale_tiles}
+    prepared = {_TILES[weight.order]: weight.tiles, "scale_tiles": weight.scale_tiles}
     return prepared if weight.factor_tiles is None else {**prepared, "factor_tiles": weight.factor_tiles}
 
 
@@ -54,9 +58,9 @@ def restore(spec: BcqSpec, prepared: Tensors, shape: Shape) -> dict[str, Tensor]
 
 def prepared_weight(spec: BcqSpec, prepared: Tensors, shape: Shape) -> BcqTiles:
     """What ``prepare`` or ``prepare_batch`` gave."""
-    codes = _CODES in prepared
-    tiles, factor_tiles = prepared[_CODES if codes else "tiles"], prepared.get("factor_tiles")
-    return BcqTiles(tiles, prepared["scale_tiles"], factor_tiles, *shape, spec.group_size, codes)
+    order = next(order for order, name in _TILES.items() if name in prepared)
+    tiles, factor_tiles = prepared[_TILES[order]], prepared.get("factor_tiles")
+    return BcqTiles(tiles, prepared["scale_tiles"], factor_tiles, *shape, spec.group_size, order)
 
 
 def prepared_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,7 +75,7 @@ def prepared_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, 
         spec.group_size,
         weights_ready=True,
         factor_tiles=weight.factor_tiles,
-        codes=weight.codes,
+        order=weight.order.value,
     )
 
 

@@ -101,7 +101,7 @@ def _run_at_once(linears: Sequence[Any]) -> bool:
     device = weight.tiles.device
     return (
         device.type == "cuda"
-        and not weight.codes
+        and not weight.order.for_batches
         and not spec.rotate_inputs
         and fits_experts(
             torch.float16,  # as bf16

@@ -34,6 +34,7 @@ from quantkit.ops.bcq.gemm import FUSED
 from quantkit.ops.bcq.instances import SOURCES
 from quantkit.ops.bcq.launch import product
 from quantkit.ops.bcq.layout import BcqTiles
+from quantkit.ops.bcq.order import Order
 from quantkit.storage.checks import check_document, map_of, text
 from quantkit.storage.documents import read_json
 
@@ -49,6 +50,7 @@ _DIGEST = 8
 _TABLE = Path("kernels") / "bcq_autotune.json"
 _SHIPPED = Path("bcq") / "measured.json"
 
+_ORDER_NAMES = {Order.PLANES: "", Order.CODES: "-batch", Order.GRID: "-grid"}  # in the table
 _AGAIN = "delete it to measure again"
 
 Measurements = dict[str, dict[str, dict[str, str]]]
@@ -56,13 +58,18 @@ Measurements = dict[str, dict[str, dict[str, str]]]
 
 @cache
 def shape_class(
-    weight_bits: int, out_features: int, in_features: int, group_size: int, scale_bits: int = 16, codes: bool = False
+    weight_bits: int,
+    out_features: int,
+    in_features: int,
+    group_size: int,
+    scale_bits: int = 16,
+    order: Order = Order.PLANES,
 ) -> str:
     """Shapes that share a measurement: planes, segment, N and K to the nearest power of two, scales, order."""
     segment = binary_segment(group_size, in_features) or "bytes"
     scales = f"-scales{scale_bits}" if scale_bits == CODE_BITS else ""
-    order = "-batch" if codes else ""
-    return f"q{weight_bits}-s{segment}-n{round(log2(out_features))}-k{round(log2(in_features))}{scales}{order}"
+    suffix = _ORDER_NAMES[order]
+    return f"q{weight_bits}-s{segment}-n{round(log2(out_features))}-k{round(log2(in_features))}{scales}{suffix}"
 
 
 @cache
@@ -134,7 +141,13 @@ def _unmeasured(x: Tensor, group_size: int, usable: tuple[Kernel, ...]) -> Kerne
 
 
 def choose(
-    x: Tensor, weight_bits: int, out_features: int, group_size: int, scale_bits: int = 16, *, codes: bool = False
+    x: Tensor,
+    weight_bits: int,
+    out_features: int,
+    group_size: int,
+    scale_bits: int = 16,
+    *,
+    order: Order = Order.PLANES,
 ) -> str:
     """The kernel for x [M, K]: the measured one, or by the GPU generation where this class was never measured.
 
@@ -142,10 +155,10 @@ def choose(
     """
     tokens, in_features = x.shape
     shape = {"weight_bits": weight_bits, "group_size": group_size, "in_features": in_features}
-    usable = candidates(x.dtype, _architecture(x.device), **shape, codes=codes)
+    usable = candidates(x.dtype, _architecture(x.device), **shape, order=order)
     if tokens > TOKEN_CLASSES[-1] or usable == (Kernel.BCQ_DEQUANTIZE,):
         return Kernel.BCQ_DEQUANTIZE
-    name = shape_class(weight_bits, out_features, in_features, group_size, scale_bits, codes)
+    name = shape_class(weight_bits, out_features, in_features, group_size, scale_bits, order)
     kernels = _known(x.device, name) or {}
     kernel = kernels.get(str(next(count for count in TOKEN_CLASSES if count >= tokens)))
     return _unmeasured(x, group_size, usable) if kernel is None else kernel
@@ -158,7 +171,7 @@ def ensure_measured(weight: BcqTiles) -> None:
     """
     device = weight.tiles.device
     sizes = weight.weight_bits, weight.out_features, weight.in_features
-    name = shape_class(*sizes, weight.group_size, weight.scale_bits, weight.codes)
+    name = shape_class(*sizes, weight.group_size, weight.scale_bits, weight.order)
     if _known(device, name) is not None:
         return
     gpu = gpu_key(device)
@@ -173,7 +186,7 @@ def measured_kernels(weight: BcqTiles) -> dict[str, str]:
     best: dict[str, str] = {}
     other = _copy(weight)
     shape = {"weight_bits": weight.weight_bits, "group_size": weight.group_size, "in_features": in_features}
-    usable = candidates(torch.float16, _architecture(device), **shape, codes=weight.codes)
+    usable = candidates(torch.float16, _architecture(device), **shape, order=weight.order)
     for tokens in TOKEN_CLASSES:
         x = torch.randn(tokens, in_features, dtype=torch.float16, device=device)
         seconds = {

@@ -10,11 +10,12 @@ from quantkit.cuda.architectures import Architecture, Kernel
 from quantkit.formats.bcq import group_count
 from quantkit.ops.bcq.gemm import FUSED, gemm_fits
 from quantkit.ops.bcq.instances import SOURCES, segment_width
+from quantkit.ops.bcq.order import Order
 
 _WORD = 32
 OF_PLANES = tuple(kernel for kernel in SOURCES if kernel != Kernel.BCQ_LEVEL_GEMV)
 """Kernels that read the order for latency."""
-_OF_CODES = (Kernel.BCQ_LEVEL_GEMV, *FUSED, Kernel.BCQ_DEQUANTIZE)  # kernels that read the order for batches
+_OF_BATCHES = (Kernel.BCQ_LEVEL_GEMV, *FUSED, Kernel.BCQ_DEQUANTIZE)  # kernels that read those for batches
 _GEMV_TYPES = (torch.float16, torch.bfloat16)
 
 
@@ -33,7 +34,7 @@ def candidates(
     weight_bits: int,
     group_size: int,
     in_features: int,
-    codes: bool = False,
+    order: Order = Order.PLANES,
 ) -> tuple[Kernel, ...]:
     """Kernels that a generation has for activations of ``dtype``; fp32 ones keep fp32 weights (dequantize)."""
     if dtype not in _GEMV_TYPES:
@@ -43,10 +44,10 @@ def candidates(
         return Kernel.BCQ_LUT_GEMV, Kernel.BCQ_DEQUANTIZE
     fused = gemm_fits(weight_bits, segment, row)
     usable = (kernel for kernel in SOURCES if kernel in row.kernels and (fused or kernel not in FUSED))
-    return tuple(kernel for kernel in usable if kernel in (_OF_CODES if codes else OF_PLANES))
+    return tuple(kernel for kernel in usable if kernel in (_OF_BATCHES if order.for_batches else OF_PLANES))
 
 
-def takes_codes(row: Architecture, weight_bits: int, group_size: int, in_features: int) -> bool:
-    """Whether a generation has a product for a weight in the order for batches."""
+def multiplies_batches(row: Architecture, weight_bits: int, group_size: int, in_features: int) -> bool:
+    """Whether a generation has a product for a weight in the orders for batches."""
     shape = {"weight_bits": weight_bits, "group_size": group_size, "in_features": in_features}
-    return any(kernel in FUSED for kernel in candidates(torch.float16, row, **shape, codes=True))
+    return any(kernel in FUSED for kernel in candidates(torch.float16, row, **shape, order=Order.CODES))

@@ -3,7 +3,8 @@
 ``words`` [n tiles, k tiles, bits, 128] int32 hold 32 columns of a row each, a word per plane (layout.py). In the order
 of codes the same bits stand where kernels/bcq/level_codes.cuh draws them: columns change places among the four words of
 half a tile row, so that products meet x as it is, and planes 1 to 3 of the first four become whether they agree with
-plane 0. Both directions are exact.
+plane 0. A weight of four planes in equal steps takes the order of a grid instead, where the planes of a column are a
+number of four bits. Both directions are exact.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _CHUNK_WORDS = 1 << 22  # that are converted at once: what conversions need of m
 _EVEN_BITS, _NIBBLE_ONES = 0x55555555, 0x11111111
 _BYTE_ONES, _LOW_ONES = 0x01010101, 0x1111
 _ODD_BITS = -0x55555556  # 0xAAAAAAAA as int32
+_LOWEST, _HIGHEST_15 = 0x00010001, 0x7FFF7FFF  # of both halves of a word
 
 # A column of half a tile row is seven bits: the number of its word (6, 5) and its place in the word (4 .. 0). The order
 # of codes exchanges one pair of these bits after the other, which pairs by the weight's planes; the first two decide
@@ -30,6 +32,7 @@ _EXCHANGES = {
     2: (*_TO_LANES, (4, 3), (3, 0), (2, 1), (1, 0)),
     3: (*_TO_LANES, (2, 0), (1, 0)),  # and more
 }
+_GRID_EXCHANGES = (*_TO_LANES, (4, 0), (3, 0), (2, 0), (1, 0))
 
 
 def to_codes(words: Tensor) -> Tensor:
@@ -42,6 +45,17 @@ def to_planes(words: Tensor) -> Tensor:
     """Codes -> planes."""
     exchanges = _exchanges(words)[::-1]
     return _in_chunks(words, lambda chunk: _exchanged(_by_block(chunk, _PLANES), exchanges))
+
+
+def to_grid(words: Tensor) -> Tensor:
+    """Four planes -> numbers of four bits."""
+    return _in_chunks(words, lambda chunk: _stacked(_four_numbers(_exchanged(chunk, _GRID_EXCHANGES).unbind(-2))))
+
+
+def grid_to_planes(words: Tensor) -> Tensor:
+    """Inverse of to_grid."""
+    exchanges = _GRID_EXCHANGES[::-1]
+    return _in_chunks(words, lambda chunk: _exchanged(_stacked(_numbered_planes(chunk.unbind(-2))), exchanges))
 
 
 def _exchanges(words: Tensor) -> tuple[tuple[int, int], ...]:
@@ -104,7 +118,7 @@ def _two_planes(codes: Sequence[Tensor]) -> list[Tensor]:
 def _nibbles(planes: Sequence[Tensor], s: int) -> Tensor:
     """Bit i of nibble m: plane i at column 4 m + s."""
     bits = [(plane >> s & _NIBBLE_ONES) << i for i, plane in enumerate(planes)]
-    return bits[0] | bits[1] | bits[2]
+    return bits[0] | bits[1] | bits[2] | (bits[3] if len(bits) > 3 else 0)
 
 
 def _plane(codes: Sequence[Tensor], i: int) -> Tensor:
@@ -149,6 +163,21 @@ def _four_planes(codes: Sequence[Tensor]) -> list[Tensor]:
         negative = _gather(code >> 7 & _BYTE_ONES) | _gather(code >> 3 & _BYTE_ONES) << 16
         first |= (~negative & _NIBBLE_ONES) << s
     return [first, *(~(_plane(codes, i) ^ first) for i in range(3))]
+
+
+def _four_numbers(planes: Sequence[Tensor]) -> list[Tensor]:
+    """Nibbles, each half of a word turned up by one bit."""
+    nibbles = (_nibbles(planes, s) for s in range(_BLOCK_PLANES))
+    return [(word & _HIGHEST_15) << 1 | (word >> 15 & _LOWEST) for word in nibbles]
+
+
+def _numbered_planes(words: Sequence[Tensor]) -> list[Tensor]:
+    nibbles = [(word >> 1 & _HIGHEST_15) | (word & _LOWEST) << 15 for word in words]
+    return [_plane(nibbles, i) for i in range(_BLOCK_PLANES)]
+
+
+def _stacked(words: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(words), -2)
 
 
 _CODES: dict[int, _Change] = {1: _same, 2: _two_codes, 3: _three_codes, 4: _four_codes}

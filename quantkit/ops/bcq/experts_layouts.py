@@ -23,6 +23,7 @@ from quantkit.ops.bcq.gemm import (
     gemm_arguments,
     gemm_kernel,
     least_problems,
+    whole_stages,
 )
 from quantkit.ops.bcq.instances import (
     CONSTANTS,
@@ -30,7 +31,6 @@ from quantkit.ops.bcq.instances import (
     EXPERTS_SUM_PADDING,
     FLOAT_BYTES,
     GEMM_BARRIER_BYTES,
-    GEMM_MOST_STAGES,
     TILE_K,
     TILE_N,
 )
@@ -81,8 +81,8 @@ def _filled(it: GemmProblem, shape: GemmShape) -> ExpertsLayout | None:
     row_bytes = (shape.row_groups * GROUP_WARPS * TILE_N + EXPERTS_SUM_PADDING) * FLOAT_BYTES
     own = rings + tables + shape.phases * min(shape.tokens, EXPERTS_CHUNK_TOKENS) * row_bytes
     room = it.gpu.architecture.shared_limit() - 2 * GEMM_BARRIER_BYTES  # where they begin is rounded up
-    stages = min(GEMM_MOST_STAGES, (room - own) // shape.stage_bytes)
-    if stages < max(2, shape.phases * shape.tile_stages):
+    stages = whole_stages(shape, (room - own) // shape.stage_bytes)
+    if not stages:
         return None
     ranges, shared_mem = ceil(it.n_tiles / (GROUP_WARPS * shape.row_groups)), own + stages * shape.stage_bytes
     return ExpertsLayout(shape, ranges, stages, 2 * GEMM_BARRIER_BYTES + shared_mem)

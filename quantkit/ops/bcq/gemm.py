@@ -20,7 +20,8 @@ from quantkit.cuda.device import Gpu
 from quantkit.cuda.launch import DTYPE_CODES, Launch
 from quantkit.cuda.parameters import Argument
 from quantkit.errors import KernelError
-from quantkit.formats.planes import BITS_PER_BYTE, MAX_BITS
+from quantkit.formats.planes import BITS_PER_BYTE
+from quantkit.ops.bcq.gemm_cost import cycles
 from quantkit.ops.bcq.instances import (
     ARRANGE_SOURCE,
     ARRANGE_THREADS,
@@ -35,6 +36,7 @@ from quantkit.ops.bcq.instances import (
     TILE_N,
     GemvCase,
 )
+from quantkit.ops.bcq.order import Order, offsets_apart, orders_of
 
 FUSED = (Kernel.BCQ_GEMM_WGMMA, Kernel.BCQ_GEMM_MMA)
 """The fused products; a generation has one of them."""
@@ -48,7 +50,6 @@ TOKEN_BAND = 4  # tiles of tokens that blocks work on at once, for x and the wei
 _HALF_TILES = 2  # of a k tile: segments of as many or fewer do not change within them
 _SHARED_ITEMS = 2  # that a block has a share of, at most
 _FEW_BITS = 4  # planes up to which shared memory carries the other shapes at any group size
-OFFSETS_APART = (1, 4, 8)  # planes whose tables of levels leave no room for an offset (kernels/bcq/levels.cuh)
 # (tokens, row groups, phases, slots) of an instance's tile, block and rings.
 _WARPGROUP_SHAPES = (
     *((8, 2, 2, 3), (8, 1, 4, 3), (16, 2, 2, 3), (16, 1, 4, 3), (32, 3, 1, 3), (32, 2, 2, 2), (32, 1, 3, 3)),
@@ -71,14 +72,6 @@ _SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {
 }
 _NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
 WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
-# What the choice of a layout goes by, in clock cycles of an H200: fitted to 343 times of layouts in 43 problems, in
-# which the chosen layout took 1.5 % longer than the fastest on average and 10 % at most.
-_EXPAND_CYCLES, _PLANE_CYCLES = 391, 105  # of a k tile and 64 rows; of each of its planes
-_CODE_CYCLES = 75  # of each of its planes where they stand as codes
-_PRODUCT_CYCLES = {8: 1, 16: 10, 32: 47, 64: 244, 128: 713, 256: 1992}  # of the same, on top
-_TILE_LATENCY = 850  # of one tile, however few there are
-_X_BYTES_PER_CYCLE = 35  # that a block gets from L2
-_SHARED_CYCLES, _PHASE_CYCLES, _ROW_GROUP_CYCLES = 6943, 157, 19  # of a shared segment, a phase, a token's 64 rows
 
 
 @dataclass(frozen=True)
@@ -155,7 +148,7 @@ class GemmLayout:
 class GemmProblem:
     """A weight in tiles and so many tokens on a GPU.
 
-    segments: of a k tile that have a scale of their own. codes: whether it stands in memory as codes of its levels.
+    segments: of a k tile that have a scale of their own. order: of the weight in memory.
     """
 
     weight_bits: int
@@ -166,12 +159,12 @@ class GemmProblem:
     k_tiles: int
     tokens: int
     gpu: Gpu
-    codes: bool = False
+    order: Order = Order.PLANES
 
     @property
     def offsets_apart(self) -> bool:
         """Whether the kernel adds offsets behind its tables."""
-        return self.entries > self.weight_bits and self.weight_bits in OFFSETS_APART
+        return offsets_apart(self.order, self.weight_bits, self.entries)
 
     @property
     def slot_bytes(self) -> int:
@@ -182,11 +175,13 @@ class GemmProblem:
     @property
     def table_bytes(self) -> int:
         """The levels of one tile."""
-        return table_bytes(self.weight_bits, self.segments, apart=self.offsets_apart)
+        return table_bytes(self.order, self.weight_bits, self.segments, apart=self.offsets_apart)
 
 
-def table_bytes(weight_bits: int, segments: int, *, apart: bool) -> int:
-    """The levels of one tile (Levels::kRowBytes in kernels/bcq/levels.cuh); apart: offsets are added behind them."""
+def table_bytes(order: Order, weight_bits: int, segments: int, *, apart: bool) -> int:
+    """The levels of one tile (kRowBytes in kernels/bcq/levels.cuh and grid.cuh); apart: offsets are added behind."""
+    if order == Order.GRID:
+        return segments * TILE_N * _VECTOR_BYTES
     tables = 8 if weight_bits <= 2 else 16 if weight_bits <= 4 else 32
     return segments * TILE_N * (tables + (FLOAT_BYTES if apart and weight_bits > 1 else 0))
 
@@ -200,10 +195,21 @@ def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
     known: tuple[tuple[int, int, int, int], ...] = WARP_SHAPES
     warpgroups = Kernel.BCQ_GEMM_WGMMA in it.gpu.architecture.kernels
     if warpgroups:
-        spilling = _SPILLING.get((it.weight_bits, it.offsets_apart), ())
+        spilling = () if it.order == Order.GRID else _SPILLING.get((it.weight_bits, it.offsets_apart), ())
         known = tuple(numbers for numbers in _WARPGROUP_SHAPES if numbers not in spilling)
         known += () if it.weight_bits <= _FEW_BITS else _NARROW_SHAPES
     return (GemmShape(*numbers, warpgroups) for numbers in known)
+
+
+def whole_stages(shape: GemmShape, room: int) -> int:
+    """Stages of x where there is room for so many; 0 for too few.
+
+    Phases take tiles in turn, and a stage is always of the same phase: one that is ahead cannot take a stage for filled
+    that another phase still waits for, as the parity of a barrier tells two fillings apart and no more.
+    """
+    round_stages = shape.phases * shape.tile_stages
+    stages = min(GEMM_MOST_STAGES, room) // round_stages * round_stages
+    return stages if stages > 1 else 0
 
 
 def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
@@ -214,8 +220,8 @@ def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
     sums = (shape.phases - 1) * shape.row_groups * GROUP_WARPS * TILE_N * shape.tokens * FLOAT_BYTES
     own = rings + tables + sums
     room = it.gpu.architecture.shared_limit() - 2 * GEMM_BARRIER_BYTES  # where they begin is rounded up
-    stages = min(GEMM_MOST_STAGES, (room - own) // shape.stage_bytes)
-    if stages < max(2, shape.phases * shape.tile_stages):
+    stages = whole_stages(shape, (room - own) // shape.stage_bytes)
+    if not stages:
         return
     sizes = stages, 2 * GEMM_BARRIER_BYTES + own + stages * shape.stage_bytes
     items, processors = ranges * token_tiles, it.gpu.processors
@@ -227,25 +233,10 @@ def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
             yield GemmLayout(shape, ranges, token_tiles, whole, blocks, *sizes)
 
 
-def _cycles(it: GemmProblem, layout: GemmLayout) -> float:
-    """How long a multiprocessor is busy, see the figures above."""
-    shape, phases = layout.shape, layout.shape.phases
-    rounds = ceil(layout.whole_items / layout.blocks)
-    tiles = rounds * it.k_tiles + ceil(layout.shared_items * it.k_tiles / layout.blocks)
-    busy_groups = phases * ceil(it.n_tiles / (layout.ranges * GROUP_WARPS))
-    plane = _CODE_CYCLES if it.codes else _PLANE_CYCLES
-    tile = _EXPAND_CYCLES + it.weight_bits * plane + _PRODUCT_CYCLES[shape.tokens]
-    step = max(busy_groups * tile, _TILE_LATENCY + tile / 2, phases * shape.tokens * TILE_K * 2 / _X_BYTES_PER_CYCLE)
-    shared = layout.shared_items and (1 if layout.blocks % layout.shared_items == 0 else 2)  # segments of a block
-    sums = (rounds + shared) * shape.tokens * shape.row_groups * _ROW_GROUP_CYCLES
-    sums += _SHARED_CYCLES * shared + (phases - 1) * _PHASE_CYCLES
-    return ceil(tiles / phases) * step + sums
-
-
 def gemm_layouts(it: GemmProblem) -> list[GemmLayout]:
     """The layouts that fit, the one expected to be fastest first."""
     fitted = [layout for shape in _shapes(it) for layout in _fitted(it, shape)]
-    return sorted(fitted, key=lambda layout: _cycles(it, layout))
+    return sorted(fitted, key=lambda layout: cycles(it, layout))
 
 
 @cache
@@ -276,16 +267,15 @@ def gemm_arguments(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> tup
 @cache
 def gemm_unit(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> CompileUnit:
     """The instance for a problem, activations and a shape of gemm_layouts."""
-    fine = it.codes and shape.tokens > GEMM_FEW_TOKENS and it.segments > _HALF_TILES
-    arguments = (shape.warpgroups, it.weight_bits, it.codes, *gemm_arguments(it, dtype, shape), fine)
+    fine = it.order.for_batches and shape.tokens > GEMM_FEW_TOKENS and it.segments > _HALF_TILES
+    arguments = (shape.warpgroups, it.weight_bits, it.order.number, *gemm_arguments(it, dtype, shape), fine)
     return CompileUnit(SOURCES[Kernel.BCQ_GEMM_MMA], "bcqGemm", arguments)
 
 
-def least_problems(row: Architecture, *, codes: bool = False, segments: int = 1) -> Iterator[GemmProblem]:
+def least_problems(row: Architecture, *, order: Order = Order.PLANES, segments: int = 1) -> Iterator[GemmProblem]:
     """One problem for every number of planes and place of their offsets."""
-    for bits in range(1, MAX_BITS + 1):
-        for entries in (bits, bits + 1) if bits in OFFSETS_APART else (bits,):
-            yield GemmProblem(bits, entries, 2 * BITS_PER_BYTE, segments, 1, 1, 1, Gpu(row, 1), codes)
+    for bits, entries in orders_of(order):
+        yield GemmProblem(bits, entries, 2 * BITS_PER_BYTE, segments, 1, 1, 1, Gpu(row, 1), order)
 
 
 def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
@@ -293,8 +283,9 @@ def gemm_units(row: Architecture) -> Iterator[CompileUnit]:
     if gemm_kernel(row) is None:
         return
     yield ARRANGE
-    for codes, segments in ((False, (1,)), (True, (1, _HALF_TILES + 1))):
-        problems = [it for count in segments for it in least_problems(row, codes=codes, segments=count)]
+    for order in Order:
+        segments = (1, _HALF_TILES + 1) if order.for_batches else (1,)
+        problems = [it for count in segments for it in least_problems(row, order=order, segments=count)]
         units = (gemm_unit(it, dtype, shape) for it in problems for dtype in GEMM_TYPES for shape in _shapes(it))
         yield from dict.fromkeys(units)  # once where the number of segments makes no difference
 

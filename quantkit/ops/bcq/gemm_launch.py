@@ -78,14 +78,14 @@ def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) 
             **weight_args(weight),
             **product.epilogue_args(),
             **plan.args,
-            **(_rows(x, plan.layout.shape) if weight.codes else {"x": arranged, "xMap": None}),
+            **(_rows(x, plan.layout.shape) if weight.order.for_batches else {"x": arranged, "xMap": None}),
             "partials": Within(work, plan.partials),
             "ready": zero_counts(plan.layout.shared_items, x.device),
         },
         shared_mem=plan.layout.shared_mem,
         overlap=product.weights_ready,
     )
-    if weight.codes:
+    if weight.order.for_batches:
         return (multiply,)
     sizes = {"tokens": x.shape[0], "tile_tokens": plan.layout.shape.tokens, "bits": weight.weight_bits}
     return arrange_launch(ARRANGE, x, arranged=arranged, **sizes, own={}), multiply
@@ -111,7 +111,7 @@ def _rows(x: Tensor, shape: GemmShape) -> dict[str, Argument]:
 def _problem(sizes: BcqSizes, tokens: int, gpu: Gpu) -> GemmProblem:
     segments = TILE_K // activation_segment(sizes.group_size, sizes.in_features, "bcq_gemm needs")
     counts = tile_counts(sizes.out_features, sizes.in_features)
-    return GemmProblem(sizes.weight_bits, sizes.entries, sizes.scale_bits, segments, *counts, tokens, gpu, sizes.codes)
+    return GemmProblem(sizes.weight_bits, sizes.entries, sizes.scale_bits, segments, *counts, tokens, gpu, sizes.order)
 
 
 @lru_cache(_PLANS)
@@ -131,7 +131,9 @@ def _plan(sizes: BcqSizes, tokens: int, dtype: torch.dtype, gpu: Gpu, layout: Ge
         "tokenBand": TOKEN_BAND,
         "wholeItems": layout.whole_items,
     }
-    arranged = 0 if it.codes else layout.token_tiles * layout.shape.tokens * it.k_tiles * TILE_K * dtype.itemsize
+    arranged = (
+        0 if it.order.for_batches else layout.token_tiles * layout.shape.tokens * it.k_tiles * TILE_K * dtype.itemsize
+    )
     partials = _aligned(arranged)
     return _Plan(
         gemm_unit(it, dtype, layout.shape),

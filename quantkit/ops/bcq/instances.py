@@ -11,6 +11,7 @@ from quantkit.cuda.source import KernelSource
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import SCALE_BITS
 from quantkit.formats.planes import BITS_PER_BYTE, MAX_BITS
+from quantkit.ops.bcq.order import GRID_PLANES, Order
 from quantkit.ops.constants import SHARED_CONSTANTS
 
 SEGMENTS = (256, 128, 64, 32)  # elements of x that share an activation scale: the largest that divides the group size
@@ -271,9 +272,9 @@ def lut_residency(weight_bits: int, fine: bool, row: Architecture) -> int:
     return next(count for count in range(most, 0, -1) if row.shared_limit(count) >= LUT_SHARED)
 
 
-def dequantize_unit(weight_bits: int, scale_bits: int, codes: bool) -> CompileUnit:
-    """bcq_dequantize for one number of planes; codes: see layout.py."""
-    return CompileUnit(SOURCES[Kernel.BCQ_DEQUANTIZE], "bcqDequantize", (weight_bits, scale_bits, codes))
+def dequantize_unit(weight_bits: int, scale_bits: int, order: Order) -> CompileUnit:
+    """bcq_dequantize for one number of planes in an order."""
+    return CompileUnit(SOURCES[Kernel.BCQ_DEQUANTIZE], "bcqDequantize", (weight_bits, scale_bits, order.number))
 
 
 def _gemv_cases(weight_bits: int, scale_bits: int, row: Architecture) -> list[GemvCase]:
@@ -292,7 +293,11 @@ def bcq_units(row: Architecture) -> Iterator[CompileUnit]:
     yield SUM_PARTIALS
     for weight_bits in range(1, MAX_BITS + 1):
         for scale_bits in SCALE_BITS:
-            yield from (dequantize_unit(weight_bits, scale_bits, codes) for codes in (False, True))
+            yield from (
+                dequantize_unit(weight_bits, scale_bits, order)
+                for order in Order
+                if order != Order.GRID or (weight_bits == GRID_PLANES and scale_bits == SCALE_BITS[0])
+            )
             for fine in (False, True):
                 yield lut_unit(weight_bits, fine, scale_bits)
             for case in _gemv_cases(weight_bits, scale_bits, row):

@@ -107,7 +107,7 @@ def dequantize_launch(weight: BcqTiles, dequantized: Tensor) -> Launch:
     n_tiles, k_tiles = tile_counts(weight.out_features, weight.in_features)
     width = group_width(weight.group_size, weight.in_features)
     return Launch(
-        dequantize_unit(weight.weight_bits, weight.scale_bits, weight.codes),
+        dequantize_unit(weight.weight_bits, weight.scale_bits, weight.order),
         weight.tiles.device,
         grid=(-(-n_tiles * k_tiles * WARP_THREADS // DEQUANTIZE_THREADS),),
         block=DEQUANTIZE_THREADS,
@@ -160,10 +160,10 @@ def product(
         weight_bits=weight.weight_bits,
         group_size=weight.group_size,
         in_features=weight.in_features,
-        codes=weight.codes,
+        order=weight.order,
     )
     if kernel not in usable:
-        order = " in the order for batches" if weight.codes else ""
+        order = f" in the order of {weight.order}" if weight.order.for_batches else ""
         raise KernelError(
             f"kernel {kernel!r} cannot run {x.dtype} activations with group size {weight.group_size}{order}; "
             f"choose {', '.join(usable)}"

@@ -6,15 +6,16 @@ complement) with ``factor_tiles`` [n tiles, 8, 2] fp16, what the codes of each r
 draws them. N is padded to 16 and K to 256 with zeros, and groups to whole k tiles where the kernels can then
 read straight on. Preparing and restoring change no bit that is stored.
 
-There are two orders. That for latency holds sign planes, which the GEMVs read as they are; it is made for up to four
-tokens. That for batches holds the same bits as codes of levels (codes.py), from which the fused product of many tokens
-gets floats with half the instructions, at columns that let it read x as it is.
+There are three orders. That for latency holds sign planes, which the GEMVs read as they are; it is made for up to four
+tokens. Those for batches hold the same bits so that the fused product of many tokens gets floats with half the
+instructions, at columns that let it read x as it is (codes.py): as codes of levels, or, where four planes have scales
+s, 2 s, 4 s and 8 s, as the numbers of a grid, of whose scales the first stands for all.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,12 +25,15 @@ from torch.nn.functional import pad
 
 from quantkit.formats.bcq import BcqTensors, group_count
 from quantkit.formats.planes import BITS_PER_BYTE, packed_width
-from quantkit.ops.bcq.codes import to_codes, to_planes
+from quantkit.ops.bcq.codes import grid_to_planes, to_codes, to_grid, to_planes
 from quantkit.ops.bcq.instances import SEGMENTS, TILE_K, TILE_N
+from quantkit.ops.bcq.order import GRID_PLANES, Order
 
 _ROW_HALVES, _ROWS_PER_HALF = 2, 8
 _COLUMN_HALVES, _QUADS = 2, 4  # a tile row is 2 x 4 words of 32 elements
 _WORDS = _COLUMN_HALVES * _QUADS
+_FROM_SIGNS: dict[Order, Callable[[Tensor], Tensor]] = {Order.CODES: to_codes, Order.GRID: to_grid}
+_TO_SIGNS: dict[Order, Callable[[Tensor], Tensor]] = {Order.CODES: to_planes, Order.GRID: grid_to_planes}
 
 
 class BcqSizes(NamedTuple):
@@ -41,14 +45,14 @@ class BcqSizes(NamedTuple):
     out_features: int
     in_features: int
     group_size: int
-    codes: bool
+    order: Order
 
 
 @dataclass(frozen=True)
 class BcqTiles:
     """A prepared weight [out_features, in_features], see above.
 
-    factor_tiles: None with fp16 scales. codes: whether it is in the order for batches.
+    factor_tiles: None with fp16 scales.
     """
 
     tiles: Tensor
@@ -57,7 +61,7 @@ class BcqTiles:
     out_features: int
     in_features: int
     group_size: int
-    codes: bool = False
+    order: Order = Order.PLANES
 
     @property
     def weight_bits(self) -> int:
@@ -71,7 +75,7 @@ class BcqTiles:
 
     @property
     def entries(self) -> int:
-        """Numbers per group and row: q scales, and one more with an offset."""
+        """Numbers per group and row: q scales, or one of a grid, and one more with an offset."""
         return self.scale_tiles.shape[3]
 
     @property
@@ -83,7 +87,7 @@ class BcqTiles:
     def sizes(self) -> BcqSizes:
         """All that plans depend on."""
         stored = self.weight_bits, self.entries, self.scale_bits
-        return BcqSizes(*stored, self.out_features, self.in_features, self.group_size, self.codes)
+        return BcqSizes(*stored, self.out_features, self.in_features, self.group_size, self.order)
 
 
 def tile_counts(out_features: int, in_features: int) -> tuple[int, int]:
@@ -135,17 +139,31 @@ def tile_factors(scale_factors: Tensor) -> Tensor:
     return padded.view(n_tiles, _ROW_HALVES, _ROWS_PER_HALF).transpose(1, 2).contiguous()
 
 
-def tile(stored: BcqTensors, in_features: int, group_size: int, *, codes: bool = False) -> BcqTiles:
-    """The prepared weight of canonical tensors; codes: in the order for batches."""
-    signs = tile_signs(stored.signs)
+def _doubled(steps: Tensor) -> Tensor:
+    """Scales [1, ..] of plane 0 -> those of a grid's planes."""
+    powers = 2.0 ** torch.arange(GRID_PLANES, dtype=steps.dtype, device=steps.device)
+    return steps * powers.view(-1, *[1] * (steps.dim() - 1))
+
+
+def is_grid(stored: BcqTensors) -> bool:
+    """Whether a weight can be in the order of a grid: four planes with fp16 scales s, 2 s, 4 s, 8 s, bit for bit."""
+    scales = stored.scales
+    if len(scales) != GRID_PLANES or stored.scale_factors is not None:
+        return False
+    return torch.equal(_doubled(scales[:1]).view(torch.int16), scales.contiguous().view(torch.int16))
+
+
+def tile(stored: BcqTensors, in_features: int, group_size: int, *, order: Order = Order.PLANES) -> BcqTiles:
+    """The prepared weight of canonical tensors; Order.GRID of such that ``is_grid`` allows."""
+    signs, scales = tile_signs(stored.signs), stored.scales[: order.scales(len(stored.scales))]
     return BcqTiles(
-        tiles=to_codes(signs) if codes else signs,
-        scale_tiles=tile_scales(stored.scales, stored.offset, group_size, in_features),
+        tiles=_FROM_SIGNS[order](signs) if order in _FROM_SIGNS else signs,
+        scale_tiles=tile_scales(scales, stored.offset, group_size, in_features),
         factor_tiles=None if stored.scale_factors is None else tile_factors(stored.scale_factors),
         out_features=stored.signs.shape[1],
         in_features=in_features,
         group_size=group_size,
-        codes=codes,
+        order=order,
     )
 
 
@@ -154,9 +172,10 @@ def untile(weight: BcqTiles) -> BcqTensors:
     n_tiles, groups, _, count, _ = weight.scale_tiles.shape
     entries = weight.scale_tiles.permute(3, 0, 4, 2, 1).reshape(count, n_tiles * TILE_N, groups)
     entries = entries[:, : weight.out_features, : group_count(weight.group_size, weight.in_features)]
-    scales = entries[: weight.weight_bits].contiguous()
-    offset = entries[weight.weight_bits].contiguous() if count > weight.weight_bits else None
-    tiles = to_planes(weight.tiles) if weight.codes else weight.tiles
+    stored = weight.order.scales(weight.weight_bits)
+    scales = entries[:stored].contiguous() if weight.order != Order.GRID else _doubled(entries[:1])
+    offset = entries[stored].contiguous() if count > stored else None
+    tiles = _TO_SIGNS[weight.order](weight.tiles) if weight.order in _TO_SIGNS else weight.tiles
     signs = untile_signs(tiles, weight.out_features, weight.in_features)
     if weight.factor_tiles is None:
         return BcqTensors(signs, scales, offset)

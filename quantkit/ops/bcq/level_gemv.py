@@ -20,11 +20,11 @@ from quantkit.cuda.device import Gpu, gpu_of
 from quantkit.cuda.launch import DTYPE_CODES, Launch
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import SCALE_BITS
-from quantkit.formats.planes import MAX_BITS
-from quantkit.ops.bcq.gemm import GEMM_TYPES, OFFSETS_APART, table_bytes
+from quantkit.ops.bcq.gemm import GEMM_TYPES, table_bytes
 from quantkit.ops.bcq.instances import CLUSTER_BLOCKS, FLOAT_BYTES, MAILBOX_BYTES, SEGMENTS, SOURCES, TILE_K, TILE_N
 from quantkit.ops.bcq.instances import GemvCase as TileSizes
 from quantkit.ops.bcq.layout import BcqSizes, tile_counts
+from quantkit.ops.bcq.order import Order, offsets_apart, orders_of
 from quantkit.ops.bcq.product import Product, activation_segment, group_magic
 
 LEVEL_SEGMENTS = SEGMENTS[1:]  # wider groups take the widest of these
@@ -76,11 +76,12 @@ class LevelProblem:
     k_tiles: int
     tokens: int
     gpu: Gpu
+    order: Order = Order.CODES
 
     @property
     def offsets_apart(self) -> bool:
         """Whether the kernel adds offsets behind its tables."""
-        return self.entries > self.weight_bits and self.weight_bits in OFFSETS_APART
+        return offsets_apart(self.order, self.weight_bits, self.entries)
 
     @property
     def tile_bytes(self) -> int:
@@ -90,7 +91,7 @@ class LevelProblem:
     @property
     def level_bytes(self) -> int:
         """The levels of one tile."""
-        return table_bytes(self.weight_bits, TILE_K // self.segment, apart=self.offsets_apart)
+        return table_bytes(self.order, self.weight_bits, TILE_K // self.segment, apart=self.offsets_apart)
 
 
 def record_bytes(tokens: int) -> int:
@@ -157,18 +158,18 @@ def plan_level(it: LevelProblem) -> LevelLayout:
 @cache
 def level_unit(it: LevelProblem, dtype: torch.dtype, shape: LevelShape) -> CompileUnit:
     """The instance for a problem, activations and a shape of level_layouts."""
-    sizes = it.weight_bits, it.segment, it.scale_bits, shape.tokens, shape.warps
+    sizes = it.order.number, it.weight_bits, it.segment, it.scale_bits, shape.tokens, shape.warps
     arguments = (*sizes, it.offsets_apart, DTYPE_CODES[dtype])
     return CompileUnit(SOURCES[Kernel.BCQ_LEVEL_GEMV], "bcqLevelGemv", arguments)
 
 
 def level_units(row: Architecture) -> Iterator[CompileUnit]:
     """Every instance that can be asked for on a GPU generation."""
-    for bits in range(1, MAX_BITS + 1):
-        for entries in (bits, bits + 1) if bits in OFFSETS_APART else (bits,):
-            for scale_bits in SCALE_BITS:
+    for order in (Order.CODES, Order.GRID):
+        for bits, entries in orders_of(order):
+            for scale_bits in SCALE_BITS if order == Order.CODES else SCALE_BITS[:1]:
                 for segment in LEVEL_SEGMENTS:
-                    it = LevelProblem(bits, entries, scale_bits, segment, 1, 1, 1, Gpu(row, 1))
+                    it = LevelProblem(bits, entries, scale_bits, segment, 1, 1, 1, Gpu(row, 1), order)
                     shapes = [shape for tokens in TOKENS for shape in _shapes(it, tokens)]
                     yield from (level_unit(it, dtype, shape) for dtype in GEMM_TYPES for shape in shapes)
 
@@ -178,7 +179,7 @@ def _problem(sizes: BcqSizes, tokens: int, gpu: Gpu) -> LevelProblem:
     segment = activation_segment(sizes.group_size, sizes.in_features, f"{Kernel.BCQ_LEVEL_GEMV} needs")
     width = min(segment, LEVEL_SEGMENTS[0])
     counts = tile_counts(sizes.out_features, sizes.in_features)
-    return LevelProblem(sizes.weight_bits, sizes.entries, sizes.scale_bits, width, *counts, tokens, gpu)
+    return LevelProblem(sizes.weight_bits, sizes.entries, sizes.scale_bits, width, *counts, tokens, gpu, sizes.order)
 
 
 def level_problem(product: Product, gpu: Gpu) -> LevelProblem:

@@ -10,6 +10,7 @@ Factors come with 8-bit scales and are None with fp16 ones.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product as pairs
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from quantkit.ops.bcq.candidates import OF_PLANES
 from quantkit.ops.bcq.experts import ExpertsKernel, ExpertsProduct, choose_experts_kernel, experts_product
 from quantkit.ops.bcq.launch import dequantize_tiles, product
 from quantkit.ops.bcq.layout import BcqTiles, join_experts, split_experts, tile, untile
+from quantkit.ops.bcq.order import GRID_PLANES, Order
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
 from quantkit.ops.registry import define_op
 
@@ -53,7 +55,7 @@ class BcqLinearPrepared(NamedTuple):
     """BcqLinear of a prepared weight (layout.py).
 
     implementation: a kernel by name, or the measured choice. weights_ready: no kernel still queued writes the weight.
-    codes: the weight is in the order for batches.
+    order: of the weight (Order).
     """
 
     x: Tensor
@@ -65,13 +67,13 @@ class BcqLinearPrepared(NamedTuple):
     implementation: str = AUTO
     weights_ready: bool = False
     factor_tiles: Tensor | None = None
-    codes: bool = False
+    order: str = Order.PLANES.value
 
     @property
     def weight(self) -> BcqTiles:
         """The weight."""
         shape = self.out_features, self.x.shape[-1]
-        return BcqTiles(self.tiles, self.scale_tiles, self.factor_tiles, *shape, self.group_size, self.codes)
+        return BcqTiles(self.tiles, self.scale_tiles, self.factor_tiles, *shape, self.group_size, Order(self.order))
 
 
 class BcqDequantize(NamedTuple):
@@ -84,13 +86,13 @@ class BcqDequantize(NamedTuple):
     group_size: int
     dtype: torch.dtype
     factor_tiles: Tensor | None = None
-    codes: bool = False
+    order: str = Order.PLANES.value
 
     @property
     def weight(self) -> BcqTiles:
         """The weight."""
         shape = self.out_features, self.in_features
-        return BcqTiles(self.tiles, self.scale_tiles, self.factor_tiles, *shape, self.group_size, self.codes)
+        return BcqTiles(self.tiles, self.scale_tiles, self.factor_tiles, *shape, self.group_size, Order(self.order))
 
 
 class BcqExperts(NamedTuple):
@@ -145,7 +147,7 @@ def _product(
         return x.new_empty(*x.shape[:-1], weight.out_features)
     if implementation == AUTO:
         sizes = weight.weight_bits, weight.out_features, weight.group_size, weight.scale_bits
-        implementation = choose(flat, *sizes, codes=weight.codes)
+        implementation = choose(flat, *sizes, order=weight.order)
     y = product(implementation, flat, weight, bias, weights_ready=weights_ready, epilogue=epilogue)
     return y.view(*x.shape[:-1], weight.out_features)
 
@@ -208,6 +210,14 @@ def _linear_samples() -> Iterator[BcqLinear]:
     yield BcqLinear(x.float(), signs, scales, None, None, group_size)
 
 
+def _batch_samples(op: BcqLinear) -> Iterator[BcqTiles]:
+    """The weight in the orders for batches; that of a grid has the steps of plane 0."""
+    yield tile(op.stored, op.x.shape[-1], op.group_size, order=Order.CODES)
+    if len(op.scales) == GRID_PLANES and op.scale_factors is None:
+        doubled = op.scales[:1] * 2.0 ** torch.arange(GRID_PLANES).view(-1, 1, 1).half()
+        yield tile(replace(op.stored, scales=doubled), op.x.shape[-1], op.group_size, order=Order.GRID)
+
+
 def _prepared_samples() -> Iterator[BcqLinearPrepared]:
     for number, op in enumerate(_linear_samples()):
         weight = tile(op.stored, op.x.shape[-1], op.group_size)
@@ -217,9 +227,10 @@ def _prepared_samples() -> Iterator[BcqLinearPrepared]:
         names = (AUTO, *OF_PLANES) if short else (AUTO,)
         yield BcqLinearPrepared(op.x, *stored, str(names[number % len(names)]), False, weight.factor_tiles)
         if whole_words:
-            codes = tile(op.stored, op.x.shape[-1], op.group_size, codes=True)
             name = str(Kernel.BCQ_LEVEL_GEMV) if short and number % 2 else AUTO
-            yield BcqLinearPrepared(op.x, codes.tiles, *stored[1:], name, False, weight.factor_tiles, True)
+            for other in _batch_samples(op):
+                held = other.tiles, other.scale_tiles, *stored[2:]
+                yield BcqLinearPrepared(op.x, *held, name, False, other.factor_tiles, other.order.value)
 
 
 def _experts_samples() -> Iterator[BcqExperts]:
@@ -242,11 +253,10 @@ def _experts_samples() -> Iterator[BcqExperts]:
 
 def _dequantize_samples() -> Iterator[BcqDequantize]:
     for op, dtype in zip(_linear_samples(), (torch.float16, torch.bfloat16, torch.float32) * 3, strict=False):
-        for codes in (False, True):
-            weight = tile(op.stored, op.x.shape[-1], op.group_size, codes=codes)
+        for weight in (tile(op.stored, op.x.shape[-1], op.group_size), *_batch_samples(op)):
             shape = weight.out_features, weight.in_features
             held = weight.tiles, weight.scale_tiles
-            yield BcqDequantize(*held, *shape, op.group_size, dtype, weight.factor_tiles, codes)
+            yield BcqDequantize(*held, *shape, op.group_size, dtype, weight.factor_tiles, weight.order.value)
 
 
 bcq_linear = define_op(

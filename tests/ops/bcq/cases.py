@@ -13,6 +13,7 @@ from quantkit.formats.bcq import BcqTensors, dequantize_stored, group_count
 from quantkit.formats.planes import pack_bits
 from quantkit.ops.bcq.instances import SOURCES
 from quantkit.ops.bcq.layout import BcqTiles, tile
+from quantkit.ops.bcq.order import Order
 
 BINARY, INT8, LEVEL, LUT, GEMM_MMA, GEMM, DEQUANTIZE = SOURCES
 KERNELS = (BINARY, INT8, LUT, GEMM, DEQUANTIZE)
@@ -36,6 +37,15 @@ ODD_WEIGHTS = [
     weight_case(8, 72, 3000, 32),
 ]
 """Tiles cut off in N and K, short last groups, one tile, K too long for few stages."""
+ODD_GRIDS = [
+    weight_case(4, 257, 1000, 32),
+    weight_case(4, 130, 777, 96),
+    weight_case(4, 1000, 1536, 64),
+    weight_case(4, 96, 256, 128),
+    weight_case(4, 2064, 4608, -1),
+    weight_case(4, 72, 3000, 256),
+]
+"""The same of weights in equal steps."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +62,23 @@ class BcqWeight:
         moved = {name: tensor.to(device) for name, tensor in self.stored.named().items()}
         return BcqWeight(BcqTensors.of(moved), self.group_size, self.in_features)
 
-    def tiled(self, *, codes: bool = False) -> BcqTiles:
-        return tile(self.stored, self.in_features, self.group_size, codes=codes)
+    def tiled(self, order: Order = Order.PLANES) -> BcqTiles:
+        return tile(self.stored, self.in_features, self.group_size, order=order)
 
     def dequantized(self) -> Tensor:
         """[N, K] fp64."""
         return dequantize_stored(self.stored, self.in_features, self.group_size).double()
 
 
-def random_weight(bits: int, n: int, k: int, group_size: int, *, offset: bool, scale_bits: int = 16) -> BcqWeight:
+def random_weight(
+    bits: int, n: int, k: int, group_size: int, *, offset: bool, scale_bits: int = 16, equal_steps: bool = False
+) -> BcqWeight:
+    """equal_steps: with the levels of a grid, fp16 scales only."""
     groups = group_count(group_size, k)
     signs = pack_bits(torch.randint(0, 2, (bits, n, k)))
     scales = torch.rand(bits, n, groups) * 0.02 + 0.001
+    if equal_steps:
+        scales = (scales[:1] / 8).half() * 2.0 ** torch.arange(bits).view(-1, 1, 1)
     constant = torch.randn(n, groups) * 0.01
     if scale_bits == 16:
         stored = BcqTensors(signs, scales.half(), constant.half() if offset else None)

@@ -13,6 +13,7 @@ from quantkit.errors import KernelError
 from quantkit.ops.bcq import autotune
 from quantkit.ops.bcq.autotune import choose, gpu_key, shape_class
 from quantkit.ops.bcq.layout import BcqTiles
+from quantkit.ops.bcq.order import Order
 from tests.ops.bcq.cases import BINARY, DEQUANTIZE, GEMM, GEMM_MMA, INT8, KERNELS, LEVEL, LUT, random_weight
 
 GPU = "Some GPU"
@@ -45,7 +46,8 @@ def test_near_shapes_share_a_class() -> None:
     assert shape_class(4, 4096, 11008, 128) == shape_class(4, 5120, 10240, 128) == "q4-s128-n12-k13"
     assert shape_class(4, 4096, 4096, 40) == "q4-sbytes-n12-k12"
     assert shape_class(4, 4096, 4096, 64, 8) == "q4-s64-n12-k12-scales8"
-    assert shape_class(4, 4096, 4096, 64, codes=True) == "q4-s64-n12-k12-batch"
+    assert shape_class(4, 4096, 4096, 64, order=Order.CODES) == "q4-s64-n12-k12-batch"
+    assert shape_class(4, 4096, 4096, 64, order=Order.GRID) == "q4-s64-n12-k12-grid"
 
 
 def test_unmeasured_shapes_follow_the_gpu_generation(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +61,9 @@ def test_unmeasured_shapes_follow_the_gpu_generation(table: Path, monkeypatch: p
     assert choose(x(9), 4, 4096, 128) == choose(x(256), 4, 4096, 128) == GEMM
     assert choose(x(257), 4, 4096, 128) == choose(x(9), 4, 4096, 40) == DEQUANTIZE
     assert choose(x(1, dtype=torch.float32), 4, 4096, 128) == DEQUANTIZE
-    assert choose(x(8), 4, 4096, 128, codes=True) == LEVEL
-    assert choose(x(9), 4, 4096, 128, codes=True) == choose(x(256), 4, 4096, 32, codes=True) == GEMM
-    assert choose(x(257), 4, 4096, 128, codes=True) == DEQUANTIZE
+    assert choose(x(8), 4, 4096, 128, order=Order.CODES) == LEVEL
+    assert choose(x(9), 4, 4096, 128, order=Order.CODES) == choose(x(256), 4, 4096, 32, order=Order.CODES) == GEMM
+    assert choose(x(257), 4, 4096, 128, order=Order.CODES) == DEQUANTIZE
     monkeypatch.setattr(autotune, "gpu_of", lambda device: Gpu(architecture(12, 0), 132))  # binary products emulated
     assert choose(x(1), 4, 4096, 128) == LUT
     assert choose(x(2), 4, 4096, 128) == INT8

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from quantkit.ops.bcq import codes as module
-from quantkit.ops.bcq.codes import to_codes, to_planes
+from quantkit.ops.bcq.codes import grid_to_planes, to_codes, to_grid, to_planes
 from quantkit.ops.bcq.instances import TILE_K, segment_width
 from quantkit.ops.bcq.layout import tile_counts
+from quantkit.ops.bcq.order import Order
 from tests.ops.bcq.cases import random_weight
 
 BITS = range(1, 9)
@@ -30,6 +31,11 @@ def _bit(word: Tensor, place: int) -> Tensor:
 def test_planes_come_back(bits: int) -> None:
     words = _words(bits)
     assert torch.equal(to_planes(to_codes(words)), words)
+
+
+def test_planes_come_back_from_a_grid() -> None:
+    words = _words(4)
+    assert torch.equal(grid_to_planes(to_grid(words)), words)
 
 
 def test_chunks_are_converted_like_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,13 +102,27 @@ def test_a_lane_holds_the_columns_whose_products_it_makes(bits: int) -> None:
             assert torch.equal(sign, _bit(planes[:, :, plane, :, s], 8 * i + 2 * t + e)), (t, s, i, e)
 
 
+def _grid_number(words: list[Tensor], s: int, i: int, e: int) -> Tensor:
+    """GridWords::expand: what stands under the exponent of element e of pair i of word s of a lane."""
+    turned = (words[s] & 0x00FF00FF) << 8 | words[s] >> 8 & 0x00FF00FF
+    return (turned if i > 1 else words[s]) >> (16 * e + (1, 5)[i % 2]) & 15
+
+
+def test_a_lane_holds_the_numbers_of_a_grid_whose_products_it_makes() -> None:
+    planes, grid = _lanes(_words(4)), _lanes(to_grid(_words(4)))
+    for t, s, i, e in product(range(4), range(4), range(4), range(2)):
+        number = _grid_number(list(grid[..., t, :, :].unbind(2)), s, i, e)
+        signs = [_bit(planes[:, :, plane, :, s], 8 * i + 2 * t + e) for plane in range(4)]
+        assert torch.equal(number, sum(sign << plane for plane, sign in enumerate(signs))), (t, s, i, e)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("group_size", [32, 64, 96, 128, -1], ids="g{}".format)
 def test_codes_times_x_as_it_is_give_the_product(bits: int, group_size: int) -> None:
     """x behind each other as in memory, and the levels of the segment that a word of 32 columns is in."""
     torch.manual_seed(bits)
     weight = random_weight(bits, 19, 600, group_size, offset=True)
-    tiles = weight.tiled(codes=True)
+    tiles = weight.tiled(Order.CODES)
     n_tiles, k_tiles = tile_counts(19, 600)
     x = torch.cat([torch.randn(600), torch.zeros(k_tiles * TILE_K - 600)]).double()
     codes, scales = _lanes(tiles.tiles), tiles.scale_tiles.double()

@@ -19,9 +19,10 @@ from quantkit.ops.bcq.gemm import GemmLayout, GemmProblem, gemm_fits, gemm_layou
 from quantkit.ops.bcq.gemm_launch import gemm, gemm_launches, gemm_problem
 from quantkit.ops.bcq.instances import SEGMENTS, SOURCES, TILE_K
 from quantkit.ops.bcq.layout import BcqTiles
+from quantkit.ops.bcq.order import GRID_PLANES, Order
 from quantkit.ops.bcq.product import Product
 from quantkit.ops.epilogue import Epilogue, apply_epilogue
-from tests.ops.bcq.cases import GEMM_MMA, ODD_WEIGHTS, random_weight
+from tests.ops.bcq.cases import GEMM_MMA, ODD_GRIDS, ODD_WEIGHTS, random_weight
 from tests.ops.bcq.test_op import RTOL, TYPE_IDS, TYPES, reference, relative_error
 
 CUDA = torch.device("cuda")
@@ -37,11 +38,10 @@ GPUS = {"own": None, "mma": ARCHITECTURES[8, 0]}  # the warp products run on eve
 def _problems(row: Architecture) -> list[GemmProblem]:
     gpu = Gpu(row, PROCESSORS)
     return [
-        GemmProblem(bits, bits + offset, scale_bits, TILE_K // segment, *shape, tokens, gpu)
-        for bits, offset, scale_bits, segment, shape, tokens in combinations(
-            BITS, (0, 1), SCALE_BITS, SEGMENTS, SHAPES, TOKENS
-        )
-        if gemm_fits(bits, segment, row)
+        GemmProblem(bits, order.scales(bits) + offset, scale_bits, TILE_K // segment, *shape, tokens, gpu, order)
+        for order, scale_bits in ((Order.PLANES, 16), (Order.CODES, 8), (Order.GRID, 16))
+        for bits, offset, segment, shape, tokens in combinations(BITS, (0, 1), SEGMENTS, SHAPES, TOKENS)
+        if gemm_fits(bits, segment, row) and (order != Order.GRID or bits == GRID_PLANES)
     ]
 
 
@@ -51,7 +51,9 @@ def test_every_weight_that_fits_has_a_layout_with_a_known_instance(row: Architec
     for problem in _problems(row):
         for layout in gemm_layouts(problem):
             assert layout.shared_mem <= limit
-            assert layout.stages >= layout.shape.phases * layout.shape.tile_stages  # every phase holds a tile of x
+            round_stages = layout.shape.phases * layout.shape.tile_stages
+            assert layout.stages >= max(2, round_stages)  # every phase holds a tile of x
+            assert layout.stages % round_stages == 0  # and a stage is always of the same phase
             assert layout.ranges <= problem.n_tiles
             assert {gemm_unit(problem, dtype, layout.shape) for dtype in TYPES} <= units
         assert plan_gemm(problem) == gemm_layouts(problem)[0]
@@ -67,12 +69,14 @@ def test_python_and_cuda_agree_on_the_sizes_in_shared_memory(monkeypatch: pytest
     """A wrong one compiles to an error: the sizes are asserted in the source."""
     row = ARCHITECTURES[9, 0]
     lines = []
-    for bits, offset, segments in combinations(BITS, (0, 1), (1, 8)):
-        it = GemmProblem(bits, bits + offset, 16, segments, 1, 1, 1, Gpu(row, PROCESSORS))
+    kinds = [*((bits, Order.PLANES) for bits in BITS), (GRID_PLANES, Order.GRID)]
+    for (bits, order), offset, segments in combinations(kinds, (0, 1), (1, 8)):
+        it = GemmProblem(bits, order.scales(bits) + offset, 16, segments, 1, 1, 1, Gpu(row, PROCESSORS), order)
         for layout in gemm_layouts(it):
             shape = layout.shape
             sizes = ", ".join(map(str, astuple(shape)[:-1]))
-            name = f"GemmShape<{bits}, BlockOf<false>::Type, {int(it.offsets_apart)}, 0, {sizes}>"
+            expansion = f"ExpansionOf<{order.number}, {bits}, {int(it.offsets_apart)}, 0>::Type"
+            name = f"GemmShape<{expansion}, {sizes}>"
             scales = f"{segments} * QK_TILE_N * {it.entries} * 2"
             lines += [
                 f"static_assert({segments} * {name}::kSegmentTable == {it.table_bytes});",
@@ -114,12 +118,31 @@ def test_every_layout_matches_fp64_and_repeats(
         dtype, offset, scale_bits = TYPES[number % 2], number % 4 < 2, SCALE_BITS[number % 3 == 0]
         weight = random_weight(bits, n, k, group_size, offset=offset, scale_bits=scale_bits)
         x, bias = torch.randn(tokens, k, device=CUDA).to(dtype), torch.randn(n, device=CUDA).to(dtype)
-        codes = number // 2 % 2 == 1
-        tiles, expected = weight.to(CUDA).tiled(codes=codes), reference(weight, x, bias)
+        order = (Order.PLANES, Order.CODES)[number // 2 % 2]
+        tiles, expected = weight.to(CUDA).tiled(order), reference(weight, x, bias)
         for layout in _layouts(tiles, tokens, gpu):
             y = _multiply(x, tiles, bias, gpu, layout)
             error = relative_error(y, expected)
-            assert error < RTOL[dtype], f"{tokens=} {dtype=} {offset=} {scale_bits=} {codes=} {layout} {error:.2e}"
+            assert error < RTOL[dtype], f"{tokens=} {dtype=} {offset=} {scale_bits=} {order=} {layout} {error:.2e}"
+            assert torch.equal(_multiply(x, tiles, bias, gpu, layout), y), layout
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize(("bits", "n", "k", "group_size"), ODD_GRIDS)
+def test_every_layout_of_a_grid_matches_fp64_and_repeats(
+    bits: int, n: int, k: int, group_size: int, row: Architecture | None
+) -> None:
+    gpu = _gpu(row)
+    for number, tokens in enumerate(ODD_TOKENS):
+        dtype, offset = TYPES[number % 2], number % 4 < 2
+        weight = random_weight(bits, n, k, group_size, offset=offset, equal_steps=True)
+        x, bias = torch.randn(tokens, k, device=CUDA).to(dtype), torch.randn(n, device=CUDA).to(dtype)
+        tiles, expected = weight.to(CUDA).tiled(Order.GRID), reference(weight, x, bias)
+        for layout in _layouts(tiles, tokens, gpu):
+            y = _multiply(x, tiles, bias, gpu, layout)
+            error = relative_error(y, expected)
+            assert error < RTOL[dtype], f"{tokens=} {dtype=} {offset=} {layout} {error:.2e}"
             assert torch.equal(_multiply(x, tiles, bias, gpu, layout), y), layout
 
 
@@ -127,10 +150,16 @@ def test_every_layout_matches_fp64_and_repeats(
 @pytest.mark.sanitize
 @pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("tokens", [3, 70])
-@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (2, 96), (4, 128)])
-def test_planned_layout_on_odd_shapes(bits: int, group_size: int, tokens: int, row: Architecture | None) -> None:
-    gpu, weight = _gpu(row), random_weight(bits, 130, 777, group_size, offset=True)
-    x, tiles = torch.randn(tokens, 777, device=CUDA).half(), weight.to(CUDA).tiled(codes=bits == 4)
+@pytest.mark.parametrize(
+    ("bits", "group_size", "order"),
+    [(2, 32, Order.PLANES), (2, 96, Order.PLANES), (4, 128, Order.CODES), (4, 64, Order.GRID)],
+)
+def test_planned_layout_on_odd_shapes(
+    bits: int, group_size: int, order: Order, tokens: int, row: Architecture | None
+) -> None:
+    gpu = _gpu(row)
+    weight = random_weight(bits, 130, 777, group_size, offset=True, equal_steps=order == Order.GRID)
+    x, tiles = torch.randn(tokens, 777, device=CUDA).half(), weight.to(CUDA).tiled(order)
     y = _multiply(x, tiles, None, gpu, _layouts(tiles, tokens, gpu)[0])
     assert relative_error(y, reference(weight, x, None)) < RTOL[torch.float16]
 
@@ -141,7 +170,7 @@ def test_planned_layout_on_odd_shapes(bits: int, group_size: int, tokens: int, r
 def test_rows_of_x_that_are_no_aligned_vectors_are_copied_first(k: int, row: Architecture | None) -> None:
     """The order for batches takes x as it is; what stands behind its columns and its tokens must not count."""
     gpu, weight = _gpu(row), random_weight(4, 130, k, 128, offset=True)
-    tiles, memory = weight.to(CUDA).tiled(codes=True), torch.full((80 * k,), float("nan"), device=CUDA).half()
+    tiles, memory = weight.to(CUDA).tiled(Order.CODES), torch.full((80 * k,), float("nan"), device=CUDA).half()
     for tokens, start in ((5, 0), (70, 3), (17, 8)):
         x = memory[start : start + tokens * k].view(tokens, k).normal_()
         for layout in _layouts(tiles, tokens, gpu):
@@ -153,7 +182,7 @@ def test_rows_of_x_that_are_no_aligned_vectors_are_copied_first(k: int, row: Arc
 @pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 def test_tokens_do_not_disturb_each_other(dtype: torch.dtype, row: Architecture | None) -> None:
-    gpu, weight = _gpu(row), random_weight(4, 96, 1024, 128, offset=True).to(CUDA).tiled(codes=True)
+    gpu, weight = _gpu(row), random_weight(4, 96, 1024, 128, offset=True).to(CUDA).tiled(Order.CODES)
     x = torch.randn(40, 1024, device=CUDA).to(dtype)
     for layout in _layouts(weight, 40, gpu):
         before = _multiply(x, weight, None, gpu, layout)
@@ -180,7 +209,7 @@ def test_thousands_of_tokens_through_the_op() -> None:
 def test_a_graph_replays_what_blocks_add_up_for_each_other(tokens: int) -> None:
     """The counts by which blocks wait for each other begin at zero in every replay."""
     weight = random_weight(4, 1040, 2560, 128, offset=True)
-    tiles, gpu = weight.to(CUDA).tiled(codes=True), _gpu(None)
+    tiles, gpu = weight.to(CUDA).tiled(Order.CODES), _gpu(None)
     layout = next(layout for layout in _layouts(tiles, tokens, gpu) if layout.shared_items)
     x = torch.randn(tokens, 2560, device=CUDA).half()
     expected = _multiply(x, tiles, None, gpu, layout)
@@ -196,11 +225,11 @@ def test_a_graph_replays_what_blocks_add_up_for_each_other(tokens: int) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("codes", [False, True], ids=["planes", "codes"])
-def test_graphs_run_beside_each_other_and_beside_other_launches(codes: bool) -> None:
+@pytest.mark.parametrize("order", Order)
+def test_graphs_run_beside_each_other_and_beside_other_launches(order: Order) -> None:
     """Whatever runs at the same time counts apart."""
-    weight = random_weight(4, 1040, 2560, 128, offset=True)
-    tiles, gpu, tokens = weight.to(CUDA).tiled(codes=codes), _gpu(None), 40
+    weight = random_weight(4, 1040, 2560, 128, offset=True, equal_steps=order == Order.GRID)
+    tiles, gpu, tokens = weight.to(CUDA).tiled(order), _gpu(None), 40
     layout = next(layout for layout in _layouts(tiles, tokens, gpu) if layout.shared_items)
     xs = [torch.randn(tokens, 2560, device=CUDA).half() for _ in range(3)]
     expected = [_multiply(x, tiles, None, gpu, layout) for x in xs]
@@ -224,7 +253,7 @@ def test_graphs_run_beside_each_other_and_beside_other_launches(codes: bool) -> 
 @pytest.mark.cuda
 @pytest.mark.parametrize("activation", [None, "gelu", "silu"])
 def test_the_epilogue_rounds_as_kernels_behind_the_product_do(activation: str | None) -> None:
-    weight = random_weight(4, 330, 1024, 128, offset=True).to(CUDA).tiled(codes=True)
+    weight = random_weight(4, 330, 1024, 128, offset=True).to(CUDA).tiled(Order.CODES)
     x, residual = torch.randn(20, 1024, device=CUDA).half(), torch.randn(20, 330, device=CUDA).half()
     bias = torch.randn(330, device=CUDA).half()
     epilogue = Epilogue(activation, residual)

@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from quantkit.formats.bcq import SCALE_BITS, group_width
 from quantkit.formats.planes import unpack_bits
-from quantkit.ops.bcq.layout import TILE_K, tile_counts, untile
+from quantkit.ops.bcq.layout import TILE_K, is_grid, tile_counts, untile
+from quantkit.ops.bcq.order import Order
 from tests.ops.bcq.cases import BcqWeight, random_weight
 
 SHAPES = [(16, 256, 128), (33, 72, 64), (20, 576, 128), (7, 40, 8), (48, 520, -1), (16, 640, 320)]
@@ -13,19 +16,34 @@ PLANES = 16
 FIXED_POINT_RTOL = 2.0**-12  # 16-bit planes with one scale per segment of Gaussian x: a few 2^-16, with slack
 
 
-@pytest.mark.parametrize("codes", [False, True], ids=["planes", "codes"])
+@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
 @pytest.mark.parametrize("offset", [False, True], ids=["plain", "offset"])
 @pytest.mark.parametrize(("n", "k", "group_size"), SHAPES, ids=SHAPE_IDS)
 def test_restoring_tiles_gives_the_canonical_bits(
-    n: int, k: int, group_size: int, offset: bool, scale_bits: int, codes: bool
+    n: int, k: int, group_size: int, offset: bool, scale_bits: int, order: Order
 ) -> None:
-    weight = random_weight(3, n, k, group_size, offset=offset, scale_bits=scale_bits)
-    before, after = weight.stored.named(), untile(weight.tiled(codes=codes)).named()
+    grid = order == Order.GRID
+    if grid and scale_bits == 8:
+        pytest.skip("a grid has fp16 scales")
+    bits = 4 if grid else 3
+    weight = random_weight(bits, n, k, group_size, offset=offset, scale_bits=scale_bits, equal_steps=grid)
+    before, after = weight.stored.named(), untile(weight.tiled(order)).named()
     assert list(after) == list(before)
     for name, tensor in before.items():
         assert after[name].dtype == tensor.dtype
         assert torch.equal(after[name], tensor), name
+
+
+def test_a_grid_has_four_planes_whose_scales_double_bit_for_bit() -> None:
+    weight = random_weight(4, 40, 700, 128, offset=True, equal_steps=True)
+    assert is_grid(weight.stored)
+    assert weight.tiled(Order.GRID).scale_tiles.shape[3] == 2  # a step and an offset
+    other = weight.stored.scales.clone()
+    other[2, 39, 5] *= 1 + 2.0**-10
+    assert not is_grid(replace(weight.stored, scales=other))
+    assert not is_grid(random_weight(3, 40, 700, 128, offset=True, equal_steps=True).stored)
+    assert not is_grid(random_weight(4, 40, 700, 128, offset=True, scale_bits=8).stored)
 
 
 def test_sign_tiles_follow_the_drawing() -> None:

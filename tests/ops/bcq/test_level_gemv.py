@@ -30,9 +30,10 @@ from quantkit.ops.bcq.level_gemv import (
     plan_level,
     record_bytes,
 )
+from quantkit.ops.bcq.order import GRID_PLANES, Order
 from quantkit.ops.bcq.product import Product
 from quantkit.ops.epilogue import Epilogue, apply_epilogue
-from tests.ops.bcq.cases import LEVEL, ODD_WEIGHTS, random_weight, weight_case
+from tests.ops.bcq.cases import LEVEL, ODD_GRIDS, ODD_WEIGHTS, random_weight, weight_case
 from tests.ops.bcq.test_op import RTOL, TYPE_IDS, TYPES, reference, relative_error
 
 CUDA = torch.device("cuda")
@@ -49,8 +50,10 @@ SIZES = [(1, 1), (256, 16), (768, 48), (448, 112), (1344, 28), (8016, 32)]  # n 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_layout_fits_its_gpu_and_covers_the_weight(sizes: tuple[int, int], row: Architecture) -> None:
     (n_tiles, k_tiles), known = sizes, set(level_units(row))
-    for bits, segment, tokens, offset in combinations(range(1, 9), LEVEL_SEGMENTS, (1, 9, 40), (0, 1)):
-        it = LevelProblem(bits, bits + offset, 16, segment, n_tiles, k_tiles, tokens, Gpu(row, PROCESSORS))
+    kinds = [*((bits, Order.CODES) for bits in range(1, 9)), (GRID_PLANES, Order.GRID)]
+    for (bits, order), segment, tokens, offset in combinations(kinds, LEVEL_SEGMENTS, (1, 9, 40), (0, 1)):
+        entries, gpu = order.scales(bits) + offset, Gpu(row, PROCESSORS)
+        it = LevelProblem(bits, entries, 16, segment, n_tiles, k_tiles, tokens, gpu, order)
         assert plan_level(it) == level_layouts(it)[0]
         for layout in level_layouts(it):
             assert layout.shared_mem <= row.shared_limit()
@@ -62,9 +65,10 @@ def test_every_layout_fits_its_gpu_and_covers_the_weight(sizes: tuple[int, int],
 @pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="CuPy is not installed")
 def test_python_and_cuda_agree_on_the_sizes_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     row, claims = ARCHITECTURES[9, 0], []
-    for bits, segment, offset, tokens in combinations((1, 2, 3, 4, 8), LEVEL_SEGMENTS, (0, 1), TOKENS):
-        it = LevelProblem(bits, bits + offset, 16, segment, 1, 1, tokens, Gpu(row, 1))
-        name = f"LevelProduct<{bits}, {segment}, 16, {tokens}, {int(it.offsets_apart)}, 0>"
+    kinds = [*((bits, Order.CODES) for bits in (1, 2, 3, 4, 8)), (GRID_PLANES, Order.GRID)]
+    for (bits, order), segment, offset, tokens in combinations(kinds, LEVEL_SEGMENTS, (0, 1), TOKENS):
+        it = LevelProblem(bits, order.scales(bits) + offset, 16, segment, 1, 1, tokens, Gpu(row, 1), order)
+        name = f"LevelProduct<{order.number}, {bits}, {segment}, 16, {tokens}, {int(it.offsets_apart)}, 0>"
         scales = f"{name}::kTileSegments * {name}::Shape::groupVectors({offset}) * kVectorBytes"
         claims.append(f"static_assert({name}::Record::kBytes * {name}::kSets == {record_bytes(tokens)});")
         claims.append(f"static_assert({name}::kTableBytes == {it.level_bytes});")
@@ -88,7 +92,7 @@ def test_every_layout_matches_fp64_and_repeats(bits: int, n: int, k: int, group_
         dtype, offset, scale_bits = TYPES[number % 2], number % 4 < 2, SCALE_BITS[number % 3 == 0]
         weight = random_weight(bits, n, k, group_size, offset=offset, scale_bits=scale_bits)
         x, bias = torch.randn(tokens, k, device=CUDA).to(dtype), torch.randn(n, device=CUDA).to(dtype)
-        tiles, expected = weight.to(CUDA).tiled(codes=True), reference(weight, x, bias)
+        tiles, expected = weight.to(CUDA).tiled(Order.CODES), reference(weight, x, bias)
         for layout in level_layouts(level_problem(Product.of(x, tiles, None), gpu_of(x.device))):
             y = _multiply(x, tiles, bias, layout)
             error = relative_error(y, expected)
@@ -97,20 +101,38 @@ def test_every_layout_matches_fp64_and_repeats(bits: int, n: int, k: int, group_
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize(("bits", "n", "k", "group_size"), [*ODD_GRIDS, weight_case(4, 80, 24700, 128)])
+def test_every_layout_of_a_grid_matches_fp64_and_repeats(bits: int, n: int, k: int, group_size: int) -> None:
+    for number, tokens in enumerate(ODD_TOKENS):
+        dtype, offset = TYPES[number % 2], number % 4 < 2
+        weight = random_weight(bits, n, k, group_size, offset=offset, equal_steps=True)
+        x, bias = torch.randn(tokens, k, device=CUDA).to(dtype), torch.randn(n, device=CUDA).to(dtype)
+        tiles, expected = weight.to(CUDA).tiled(Order.GRID), reference(weight, x, bias)
+        for layout in level_layouts(level_problem(Product.of(x, tiles, None), gpu_of(x.device))):
+            y = _multiply(x, tiles, bias, layout)
+            error = relative_error(y, expected)
+            assert error < RTOL[dtype], f"{tokens=} {dtype=} {offset=} {layout} {error:.2e}"
+            assert torch.equal(_multiply(x, tiles, bias, layout), y), layout
+
+
+@pytest.mark.cuda
 @pytest.mark.sanitize
 @pytest.mark.parametrize("tokens", [3, 13])
-@pytest.mark.parametrize(("bits", "group_size"), [(2, 32), (2, 96), (4, 128)])
-def test_odd_shapes(bits: int, group_size: int, tokens: int) -> None:
-    weight = random_weight(bits, 130, 777, group_size, offset=True)
+@pytest.mark.parametrize(
+    ("bits", "group_size", "order"),
+    [(2, 32, Order.CODES), (2, 96, Order.CODES), (4, 128, Order.CODES), (4, 96, Order.GRID)],
+)
+def test_odd_shapes(bits: int, group_size: int, order: Order, tokens: int) -> None:
+    weight = random_weight(bits, 130, 777, group_size, offset=True, equal_steps=order == Order.GRID)
     x = torch.randn(tokens, 777, device=CUDA).half()
-    y = _multiply(x, weight.to(CUDA).tiled(codes=True), None)
+    y = _multiply(x, weight.to(CUDA).tiled(order), None)
     assert relative_error(y, reference(weight, x, None)) < RTOL[torch.float16]
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 def test_tokens_do_not_disturb_each_other(dtype: torch.dtype) -> None:
-    weight = random_weight(4, 96, 1024, 128, offset=True).to(CUDA).tiled(codes=True)
+    weight = random_weight(4, 96, 1024, 128, offset=True).to(CUDA).tiled(Order.CODES)
     x = torch.randn(12, 1024, device=CUDA).to(dtype)
     before = _multiply(x, weight, None)
     x[2, 700], x[10, 3], x[6] = float("nan"), float("inf"), 0
@@ -124,7 +146,7 @@ def test_tokens_do_not_disturb_each_other(dtype: torch.dtype) -> None:
 @pytest.mark.cuda
 def test_a_graph_replays_on_new_inputs() -> None:
     weight = random_weight(4, 512, 1024, 128, offset=True)
-    tiles, x = weight.to(CUDA).tiled(codes=True), torch.randn(5, 1024, device=CUDA).half()
+    tiles, x = weight.to(CUDA).tiled(Order.CODES), torch.randn(5, 1024, device=CUDA).half()
     product = Product.of(x, tiles, None)
     level_gemv(product)
     graph = torch.cuda.CUDAGraph()
@@ -138,7 +160,7 @@ def test_a_graph_replays_on_new_inputs() -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("activation", [None, "gelu", "silu"])
 def test_the_epilogue_rounds_as_kernels_behind_the_product_do(activation: str | None) -> None:
-    weight = random_weight(4, 330, 1024, 128, offset=True).to(CUDA).tiled(codes=True)
+    weight = random_weight(4, 330, 1024, 128, offset=True).to(CUDA).tiled(Order.CODES)
     x, residual = torch.randn(7, 1024, device=CUDA).half(), torch.randn(7, 330, device=CUDA).half()
     bias = torch.randn(330, device=CUDA).half()
     epilogue = Epilogue(activation, residual)
