@@ -4,7 +4,8 @@ python scripts/serve_bench.py --model llama-3-8b
     --settings fp16,fp8,machete,marlin,humming,bcq-w4-g128,bcq-w4-g128-head6,bcq-w3-g128,bcq-w2-g128,flatten-o1
     --batches 1,4,8,16,32,64,128 --first 1x128,1x1024,16x1024 --tensor-parallel 1 --json serving.json
 
-Weights are made up (vLLM's load format "dummy"), so a folder with config.json is all that a setting needs. Each setting
+Weights are made up (vLLM's load format "dummy"), so a folder with config.json is all that a setting needs. Those of rtn
+are in equal steps, which the kernels for batches take for what they are, and stand in files. Each setting
 runs in a process of its own (scripts/serve_measure.py). A step's time is what 96 more tokens take, over 96; every time
 is the least of --repeats. Energy is NVML's counter of all GPUs over the same calls, their prompts included.
 --tensor-parallel N with --profile gives the share of communication in the time of all kernels. --check-graphs also runs
@@ -27,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from quantkit.bench.flatten_layers import flatten_spec
-from quantkit.bench.methods import method_spec, with_head
+from quantkit.bench.methods import has_equal_steps, method_spec, random_tensors, with_head
 from quantkit.bench.report import commit
 from quantkit.bench.shapes import ModelShape, model_shape, shape_config
-from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, config_to_json
+from quantkit.checkpoint.config import CheckpointConfig, StoredLayer, config_from_json, config_to_json
 from quantkit.errors import BenchError
 from quantkit.jobs.serve import VLLM_DISTRIBUTIONS, serving_problem
 from quantkit.models.families import block_linears, linear_shape
@@ -64,6 +66,8 @@ W4A16 = {
         }
     },
 }
+
+WEIGHT_SCALE = 0.02  # of made-up weights in floating point
 
 HUMMING = {"quant_method": "humming", "b_dtype": "uint4", "weight_scale_group_size": 128}
 
@@ -155,9 +159,12 @@ def _run(options: argparse.Namespace, shape: ModelShape, name: str, spec: Callab
     firsts = tuple((int(n), int(length)) for n, _, length in (item.partition("x") for item in options.first.split(",")))
     with tempfile.TemporaryDirectory(prefix="serve-bench-") as root:
         folder = Path(root) / "model"
-        _write_folder(folder, shape, peer.section, spec, with_head(name)[1], options.dtype)
+        model = _write_folder(folder, shape, peer.section, spec, with_head(name)[1], options.dtype)
+        in_files = spec is not None and has_equal_steps(name)
+        if in_files:
+            _write_weights(folder, model, options.dtype)
         engine: dict[str, Any] = {
-            "load_format": "dummy",
+            "load_format": "auto" if in_files else "dummy",
             "dtype": options.dtype,
             "skip_tokenizer_init": True,
             "max_model_len": 2048,
@@ -190,7 +197,8 @@ def _write_folder(
     spec: Callable[[int, int], Any] | None,
     head: Any,
     dtype: str,
-) -> None:
+) -> Any:
+    """config.json of a model, which is returned without its weights."""
     from transformers import AutoModelForCausalLM
 
     config = shape_config(shape)
@@ -210,6 +218,28 @@ def _write_folder(
     if section is not None:
         config.quantization_config = dict(section)
     config.save_pretrained(folder)
+    return model
+
+
+def _write_weights(folder: Path, model: Any, dtype: str) -> None:
+    """Files of made-up weights, those of quantized Linears in equal steps; a file a block."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    layers = config_from_json(model.config.quantization_config).layers
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        block = next((part for part in name.split(".") if part.isdigit()), "rest")
+        layer, own = name.removesuffix(".weight"), files.setdefault(f"model-{block}.safetensors", {})
+        if layer in layers:
+            stored = layers[layer]
+            made = random_tensors(stored.spec, stored.shape, device, equal_steps=True)
+            own.update({f"{layer}.{field}": tensor.cpu() for field, tensor in made.items()})
+        else:
+            values = torch.randn(parameter.shape, dtype=getattr(torch, dtype), device=device)
+            own[name] = (values * WEIGHT_SCALE).cpu()
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def _child(work: Work, peer: Peer, path: Path) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quantkit.bench.kernels import TOLERANCE, compute_dtype, random_linear, relative_error
 from quantkit.bench.memory import check_fits, fits, model_bytes
-from quantkit.bench.methods import method_spec, with_head
+from quantkit.bench.methods import has_equal_steps, method_spec, with_head
 from quantkit.bench.shapes import MODELS, LinearShape, ModelShape, model_shape, shape_config
 from quantkit.bench.timing import check_peak, check_result, peak_bandwidth
 from quantkit.errors import BenchError
@@ -97,7 +97,7 @@ def run_decode(bench: DecodeBench) -> Iterator[DecodeResult]:
         del model
         _release(bench.device)
     for layout, batches in _by_layout(bench.batches):
-        model = shaped_model(shape, bench.device, spec, layout)
+        model = shaped_model(shape, bench.device, spec, layout, equal_steps=has_equal_steps(method))
         if head is not None:
             _pack_head(model, head, bench.device, layout)
         _check_linears(model, bench)
@@ -138,7 +138,14 @@ def _release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def shaped_model(shape: ModelShape, device: torch.device, spec: Any = None, layout: Layout = "latency") -> Any:
+def shaped_model(
+    shape: ModelShape,
+    device: torch.device,
+    spec: Any = None,
+    layout: Layout = "latency",
+    *,
+    equal_steps: bool = False,
+) -> Any:
     """A model of the shape with random weights; ``spec`` packs the Linears of its blocks, in an order.
 
     One block is made and copied, so no more than one block is ever in floating point.
@@ -150,7 +157,7 @@ def shaped_model(shape: ModelShape, device: torch.device, spec: Any = None, layo
         model = AutoModelForCausalLM.from_config(config, dtype=compute_dtype(device)).eval()
     ((_, block),) = decoder_blocks(model)
     if spec is not None:
-        _pack_linears(block, spec, device, layout)
+        _pack_linears(block, spec, device, layout, equal_steps=equal_steps)
     blocks = next(parent for parent in model.modules() if isinstance(parent, nn.ModuleList) and block in list(parent))
     for index in track(range(1, shape.layers), "making blocks"):
         twin = copy.deepcopy(block)
@@ -162,10 +169,11 @@ def shaped_model(shape: ModelShape, device: torch.device, spec: Any = None, layo
     return model
 
 
-def _pack_linears(block: nn.Module, spec: Any, device: torch.device, layout: Layout) -> None:
+def _pack_linears(block: nn.Module, spec: Any, device: torch.device, layout: Layout, *, equal_steps: bool) -> None:
     linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
     for name, module in linears:
-        packed = random_linear(spec, LinearShape(name, *linear_shape(module)), device, module.weight.dtype, layout)
+        shape = LinearShape(name, *linear_shape(module))
+        packed = random_linear(spec, shape, device, module.weight.dtype, layout, equal_steps=equal_steps)
         packed.bias = module.bias
         block.set_submodule(name, packed)
 

@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 
 from quantkit.bench.energy import Energy, energy_per_call
 from quantkit.bench.memory import check_fits
-from quantkit.bench.methods import method_spec, random_tensors
+from quantkit.bench.methods import has_equal_steps, method_spec, random_tensors
 from quantkit.bench.shapes import LinearShape
 from quantkit.bench.timing import Timing, check_peak, check_result, measure, peak_bandwidth, rotation_length
 from quantkit.cuda.device import gpu_of
@@ -128,11 +128,18 @@ def _energy(bench: LinearBench, calls: Sequence[Callable[[], Any]]) -> Energy | 
 
 
 def random_linear(
-    spec: Any, shape: LinearShape, device: torch.device, dtype: torch.dtype, layout: Layout = "latency"
+    spec: Any,
+    shape: LinearShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: Layout = "latency",
+    *,
+    equal_steps: bool = False,
 ) -> QuantizedLinear:
     """A Linear with random content in the spec's format, in the order the device's kernels read."""
     size = (shape.out_features, shape.in_features)
-    module = QuantizedLinear.from_packed(PackedWeight(spec, size, random_tensors(spec, size, device), {}), None, dtype)
+    tensors = random_tensors(spec, size, device, equal_steps=equal_steps)
+    module = QuantizedLinear.from_packed(PackedWeight(spec, size, tensors, {}), None, dtype)
     module.layout = layout
     module.prepare_for_device()
     return module
@@ -148,7 +155,8 @@ def _time_method(
     dtype = compute_dtype(bench.device)
     weight_bytes = stored_bytes(spec, (shape.out_features, shape.in_features))
     count = rotation_length(weight_bytes, bench.device)
-    modules = [random_linear(spec, shape, bench.device, dtype, bench.layout) for _ in range(count)]
+    steps = has_equal_steps(name)
+    modules = [random_linear(spec, shape, bench.device, dtype, bench.layout, equal_steps=steps) for _ in range(count)]
     peak = peak_bandwidth(bench.device)
     for tokens in bench.tokens:
         what = f"{name} at {shape.name}, {tokens} tokens"
@@ -208,7 +216,7 @@ def _bcq_kernel(module: QuantizedLinear, x: Tensor) -> str:
     from quantkit.ops.bcq.autotune import choose
 
     spec, weight = module.spec, prepared_weight(module.spec, module.held, module.shape)
-    return choose(x, spec.weight_bits, module.out_features, spec.group_size, spec.scale_bits, codes=weight.codes)
+    return choose(x, spec.weight_bits, module.out_features, spec.group_size, spec.scale_bits, order=weight.order)
 
 
 def _bipolar_kernel(module: QuantizedLinear, x: Tensor) -> str:

@@ -19,7 +19,8 @@ from quantkit.methods import head_spec
 
 ROW = "row"
 _HEAD = re.compile(r"(.+)-head(\d)")
-_LARGEST_SCALE, _LARGEST_CODE = 0.02, 255
+_ROUNDED = "rtn-"
+_LARGEST_SCALE, _LARGEST_CODE, _FP16_BITS = 0.02, 255, 16
 _SCALES = (0.0, _LARGEST_SCALE)
 _FLOAT_RANGES = {  # tensor name -> of its random content, where it is no scale
     "offset": (-_LARGEST_SCALE / 2, _LARGEST_SCALE / 2),
@@ -97,13 +98,24 @@ def with_head(name: str) -> tuple[str, Any]:
         raise BenchError(f"method {name}: {error}") from error
 
 
-def random_tensors(spec: Any, shape: Shape, device: torch.device) -> dict[str, Tensor]:
+def has_equal_steps(name: str) -> bool:
+    """Whether a method's levels are in equal steps: those of rounding to the nearest are."""
+    return name.startswith(_ROUNDED)
+
+
+def random_tensors(spec: Any, shape: Shape, device: torch.device, *, equal_steps: bool = False) -> dict[str, Tensor]:
     """Stored tensors of the spec's format with random content: any bits, scales in (0, 0.02], offsets within 0.01.
 
-    Weights have no mean then, so that whole models of them stay within fp16.
+    Weights have no mean then, so that whole models of them stay within fp16. equal_steps: fp16 scales of a plane are
+    twice those of the plane before.
     """
     wanted = FORMATS[format_name(spec)].tensors(spec, shape)
-    return {name: _random(tensor, device, *_FLOAT_RANGES.get(name, _SCALES)) for name, tensor in wanted.items()}
+    tensors = {name: _random(tensor, device, *_FLOAT_RANGES.get(name, _SCALES)) for name, tensor in wanted.items()}
+    if equal_steps and spec.scale_bits == _FP16_BITS:
+        powers = 2.0 ** torch.arange(spec.weight_bits, device=device).view(-1, 1, 1)
+        steps = (tensors["scales"][:1].float() / powers.sum()).to(torch.float16)
+        tensors["scales"] = steps * powers.to(torch.float16)
+    return tensors
 
 
 def _random(tensor: TensorSpec, device: torch.device, least: float, most: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Measure which bcq kernel is fastest for common shapes on this GPU, for the table that comes with quantkit.
 
-python scripts/nuqmm/measure_kernels.py [--bits 2,3,4] [--groups 128] [--layouts latency,batch]
+python scripts/nuqmm/measure_kernels.py [--bits 2,3,4] [--groups 128] [--orders planes,codes,grid]
     [--table kernels/bcq/measured.json]
 
 Shapes are the powers of two that stand for a shape class (quantkit/ops/bcq/autotune.py). Classes that the table has for
@@ -14,12 +14,11 @@ import json
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import get_args
 
 import torch
 
-from quantkit.nn.table import Layout
 from quantkit.ops.bcq.autotune import measured_kernels, shape_class
+from quantkit.ops.bcq.order import GRID_PLANES, Order
 from scripts.common import chosen, needed_gpu, run_script, write_document
 from scripts.nuqmm.tune_bcq import random_tiles
 
@@ -31,20 +30,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", default="2,3,4")
     parser.add_argument("--groups", default="128")
-    parser.add_argument("--layouts", default="latency,batch", help="orders of the weight in memory")
+    parser.add_argument("--orders", default="planes,codes,grid", help="of the weight in memory; grid: of 4 bits")
     parser.add_argument("--table", type=Path, default=Path("kernels/bcq/measured.json"))
     options = parser.parse_args()
-    layouts = chosen("--layouts", options.layouts, get_args(Layout))
+    orders = [Order(name) for name in chosen("--orders", options.orders, tuple(Order))]
     device = needed_gpu()
     table = json.loads(options.table.read_text(encoding="utf-8"))
     classes = table.setdefault(torch.cuda.get_device_name(device), {})
     numbers = options.bits.split(","), options.groups.split(",")
-    for layout, bits, group_size, n, k in product(layouts, *numbers, OUT_FEATURES, IN_FEATURES):
-        if n + k > MOST_WEIGHTS:
+    for order, bits, group_size, n, k in product(orders, *numbers, OUT_FEATURES, IN_FEATURES):
+        if n + k > MOST_WEIGHTS or (order == Order.GRID and int(bits) != GRID_PLANES):
             continue
-        codes = layout == "batch"
-        weight = replace(random_tiles(int(bits), (1 << n, 1 << k), int(group_size), offset=True), codes=codes)
-        name = shape_class(weight.weight_bits, 1 << n, 1 << k, weight.group_size, codes=codes)
+        made = random_tiles(int(bits), (1 << n, 1 << k), int(group_size), offset=True)
+        scales = made.scale_tiles[..., : order.scales(int(bits)) + 1, :].contiguous()
+        weight = replace(made, order=order, scale_tiles=scales)
+        name = shape_class(weight.weight_bits, 1 << n, 1 << k, weight.group_size, order=order)
         classes[name] = measured_kernels(weight)
         print(
             name, *(f"{tokens}:{kernel.removeprefix('bcq_')}" for tokens, kernel in classes[name].items()), flush=True
