@@ -26,16 +26,17 @@ SPEED_FILE, SPEED_SHAPE, SPEED_ROWS = "bcq-linear-h200.json", "12288x12288", 256
 SPEED_LINES = {  # what was measured: its name and colour here
     "fp16": ("fp16", "#555555"),
     "humming-4": ("Humming, 4 bits", "#e6550d"),
-    "nuqmm-q4-g128": ("4 bits, order for latency", "#08519c"),
-    "nuqmm-q4-g128 batch": ("4 bits, order for batches", "#3182bd"),
+    "bcq-w4-g128": ("bcq, 4 bits, order for latency", "#08519c"),
+    "bcq-w4-g128 batch": ("bcq, 4 bits, order for batches", "#3182bd"),
+    "rtn-w4-g128 batch": ("rtn, gptq, 4 bits, order for batches", "#31a354"),
     "nuqmm-q2-g128": ("2 bits, order for latency", "#9e9ac8"),
 }
 SERVING_FILE, SERVING_MODEL = "serving-compiled-h200.json", "llama-3-8b"
 SERVING_LINES = {  # a setting of scripts/serve_bench.py on one GPU: its name and colour here
     "fp16": ("fp16", "#555555"),
-    "fp8": ("fp8", "#969696"),
     "machete": ("W4A16 by Machete", "#41ab5d"),
     "marlin": ("W4A16 by Marlin", "#e6550d"),
+    "rtn-w4-g128": ("quantkit, 4 bits in equal steps", "#756bb1"),
     "bcq-w4-g128": ("quantkit, 4 bits", "#08519c"),
     "bcq-w2-g128": ("quantkit, 2 bits", "#6baed6"),
 }

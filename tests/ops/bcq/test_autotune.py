@@ -97,7 +97,8 @@ def test_the_measurements_that_come_with_quantkit_name_its_kernels() -> None:
     for classes in autotune._shipped().values():
         for name, kernels in classes.items():
             assert tuple(map(int, kernels)) == autotune.TOKEN_CLASSES
-            assert set(kernels.values()) <= ({LEVEL, GEMM, DEQUANTIZE} if name.endswith("-batch") else set(KERNELS))
+            for_batches = name.endswith(("-batch", "-grid"))
+            assert set(kernels.values()) <= ({LEVEL, GEMM, DEQUANTIZE} if for_batches else set(KERNELS))
 
 
 @pytest.mark.parametrize(("group_size", "least"), [(64, 1), (128, 2)])
