@@ -41,6 +41,19 @@ def test_the_order_for_batches_computes_the_same_and_is_restored_bit_for_bit(sca
     assert all(torch.equal(tensor, before[name]) for name, tensor in linear.state_dict().items())
 
 
+@pytest.mark.parametrize("offset", [False, True], ids=["plain", "offset"])
+def test_weights_in_equal_steps_are_found_and_restored_bit_for_bit(offset: bool) -> None:
+    weight = random_weight(4, 40, 328, 64, offset=offset, equal_steps=True)
+    packed = PackedWeight(BcqSpec(4, 64, offset), (40, 328), weight.stored.named(), {})
+    linear, x = QuantizedLinear.from_packed(packed, None, torch.float32), torch.randn(3, 328)
+    expected, before = linear(x), {name: tensor.clone() for name, tensor in linear.state_dict().items()}
+    linear.layout = "batch"
+    linear.prepare()
+    assert "grid_tiles" in linear.held
+    assert torch.equal(linear(x), expected)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in linear.state_dict().items())
+
+
 def test_weights_that_no_product_reads_in_the_order_for_batches_keep_the_other() -> None:
     weight = random_weight(3, 40, 320, 40, offset=True)
     packed = PackedWeight(BcqSpec(3, 40, True), (40, 320), weight.stored.named(), {})
