@@ -103,7 +103,7 @@ def main() -> None:
         raise BenchError(problem)
     shape = model_shape(options.model)
     shape = shape if options.layers is None else replace(shape, layers=options.layers)
-    document = read_document(options.json, {"command": command_line(), "environment": _environment(), "results": {}})
+    document = read_document(options.json, {"command": command_line(), "environment": environment(), "results": {}})
     for name in names:
         key = setting_key(options.model, name, options.tensor_parallel, options.max_num_seqs)
         if key not in document["results"]:
@@ -156,7 +156,8 @@ def _spec_maker(model: str, name: str) -> Callable[[int, int], Any]:
     return lambda _index, _in_features: spec
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """The GPUs, the commit and the versions that times depend on."""
     versions = {}
     for package in ("torch", "transformers", "quantkit", *VLLM_DISTRIBUTIONS):
         try:
