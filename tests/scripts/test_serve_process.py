@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import signal
 import sys
 import threading
 import time
@@ -43,6 +44,28 @@ def test_what_a_setting_started_ends_with_it(monkeypatch: pytest.MonkeyPatch, tm
     answer = run_work(work(), tmp_path / "work.json", {})
     assert answer["ms_per_step"] == {"1": 2.0}
     stat = Path(f"/proc/{answer['child']}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_what_a_setting_started_ends_with_a_script_that_is_stopped(tmp_path: Path) -> None:
+    """Its processes are a group of their own, which a signal to the script's group does not reach."""
+    hangs, child = tmp_path / "hangs", tmp_path / "child"
+    hangs.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {child}\nwait\n")
+    hangs.chmod(0o755)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom scripts.serve_measure import Work\n"
+        "from scripts.serve_process import end_by_signal, run_work\n"
+        "end_by_signal()\nsys.executable, path = sys.argv[1:]\n"
+        "run_work(Work('f', {'tensor_parallel_size': 2}, (1,), (), 1, 1, False), Path(path), {})\n"
+    )
+    command = [sys.executable, "-c", code, str(hangs), str(tmp_path / "work.json")]
+    script = serve_process.subprocess.Popen(command, cwd=serve_process.ROOT)
+    while not child.exists() or not child.read_text().strip():
+        assert script.poll() is None
+        time.sleep(0.1)
+    script.terminate()
+    assert script.wait(30) == 128 + signal.SIGTERM
+    stat = Path(f"/proc/{child.read_text().strip()}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
