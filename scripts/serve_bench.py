@@ -11,18 +11,20 @@ is the least of --repeats. Energy is NVML's counter of all GPUs over the same ca
 --tensor-parallel N with --profile gives the share of communication in the time of all kernels. --check-graphs also runs
 each setting without CUDA graphs and compares the probabilities of its tokens. --no-compile starts in half the time:
 CUDA graphs of whole steps, without torch.compile. Settings that are in the JSON file already are kept.
+
+Several of these commands may share GPUs by one --lock FILE: each setting waits there for those before it once its
+process has imported vLLM, which takes as long as a small model's start. --limit ends a setting that hangs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,8 @@ from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.structure import output_head, untie_head
 from scripts.common import command_line, markdown_table, read_document, replace_section, run_script, write_document
 from scripts.serve_measure import Work
+from scripts.serve_process import end_by_signal, run_work
 
-ROOT = Path(__file__).parents[1]
 DEFAULT = "fp16,fp8,machete,marlin,humming,bcq-w4-g128,bcq-w3-g128,bcq-w2-g128,flatten-o1,bipolar-w4a8"
 W4A16 = {
     "quant_method": "compressed-tensors",
@@ -67,6 +69,7 @@ W4A16 = {
     },
 }
 
+NO_FIRSTS = "none"
 WEIGHT_SCALE = 0.02  # of made-up weights in floating point
 
 HUMMING = {"quant_method": "humming", "b_dtype": "uint4", "weight_scale_group_size": 128}
@@ -91,6 +94,7 @@ PEERS: dict[str, Peer] = {
 
 
 def main() -> None:
+    end_by_signal()
     options = _arguments()
     names = options.settings.split(",")
     specs = {name: None if name in PEERS else _spec_maker(options.model, name) for name in names}
@@ -99,16 +103,21 @@ def main() -> None:
         raise BenchError(problem)
     shape = model_shape(options.model)
     shape = shape if options.layers is None else replace(shape, layers=options.layers)
-    document = read_document(options.json, {"command": command_line(), "environment": _environment(), "results": {}})
+    document = read_document(options.json, {"command": command_line(), "environment": environment(), "results": {}})
     for name in names:
-        key = f"{options.model} {name} tp{options.tensor_parallel}"
+        key = setting_key(options.model, name, options.tensor_parallel, options.max_num_seqs)
         if key not in document["results"]:
             document["results"][key] = _run(options, shape, name, specs[name])
             write_document(options.json, document)
         _print(key, document["results"][key])
-    tables = _tables(document["results"])
-    print(tables)
-    replace_section(options.document, "serve-bench", tables)
+    text = tables(document["results"])
+    print(text)
+    replace_section(options.document, "serve-bench", text)
+
+
+def setting_key(model: str, name: str, gpus: int, sequences: int | None = None) -> str:
+    """Under which a setting's measurements stand. sequences: max_num_seqs, where it was given."""
+    return f"{model} {name} tp{gpus}" + (f" seqs{sequences}" if sequences is not None else "")
 
 
 def _arguments() -> argparse.Namespace:
@@ -116,11 +125,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="llama-3-8b")
     parser.add_argument("--settings", default=DEFAULT)
     parser.add_argument("--batches", default="1,4,8,16,32,64,128")
-    parser.add_argument("--first", default="1x128,1x1024,16x1024")
+    parser.add_argument("--first", default="1x128,1x1024,16x1024", help="prompts x tokens of each; none: not measured")
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory that vLLM may take")
+    parser.add_argument(
+        "--max-num-seqs", type=int, help="of vLLM, the largest of --batches by default; up to 4: the order for latency"
+    )
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--layers", type=int, help="of the model, fewer than it has: for trying this out")
     parser.add_argument("--eager", action="store_true", help="without torch.compile and CUDA graphs")
@@ -130,6 +142,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--profile", action="store_true", help="also the share of communication, and the longest kernels"
     )
+    parser.add_argument("--lock", type=Path, help="file that is held while a setting has the GPUs")
+    parser.add_argument("--limit", type=float, help="seconds after which a setting that has the GPUs is given up")
     parser.add_argument("--document", type=Path, help="Markdown file whose section serve-bench gets the tables")
     return parser.parse_args()
 
@@ -142,7 +156,8 @@ def _spec_maker(model: str, name: str) -> Callable[[int, int], Any]:
     return lambda _index, _in_features: spec
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """The GPUs, the commit and the versions that times depend on."""
     versions = {}
     for package in ("torch", "transformers", "quantkit", *VLLM_DISTRIBUTIONS):
         try:
@@ -155,8 +170,8 @@ def _environment() -> dict[str, Any]:
 
 def _run(options: argparse.Namespace, shape: ModelShape, name: str, spec: Callable[[int, int], Any] | None) -> Any:
     """The measurements of one setting; {"error": ...} where its process fails, as that says something, too."""
-    peer, batches = PEERS.get(name, Peer()), tuple(int(count) for count in options.batches.split(","))
-    firsts = tuple((int(n), int(length)) for n, _, length in (item.partition("x") for item in options.first.split(",")))
+    peer, batches, firsts = PEERS.get(name, Peer()), _batches(options.batches), _firsts(options.first)
+    run = partial(run_work, environment=peer.environment, lock=options.lock, limit=options.limit)
     with tempfile.TemporaryDirectory(prefix="serve-bench-") as root:
         folder = Path(root) / "model"
         model = _write_folder(folder, shape, peer.section, spec, with_head(name)[1], options.dtype)
@@ -168,8 +183,8 @@ def _run(options: argparse.Namespace, shape: ModelShape, name: str, spec: Callab
             "dtype": options.dtype,
             "skip_tokenizer_init": True,
             "max_model_len": 2048,
-            "max_num_seqs": max(batches),
-            "max_num_batched_tokens": max(2048, *(n * length for n, length in firsts)),
+            "max_num_seqs": options.max_num_seqs or max(batches),
+            "max_num_batched_tokens": max([2048, *(n * length for n, length in firsts)]),
             "gpu_memory_utilization": options.memory,
             "enable_prefix_caching": False,
             "tensor_parallel_size": options.tensor_parallel,
@@ -180,14 +195,23 @@ def _run(options: argparse.Namespace, shape: ModelShape, name: str, spec: Callab
             compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         engine |= {"enforce_eager": True} if options.eager else {"compilation_config": compilation}
         work = Work(str(folder), engine, batches, firsts, options.steps, options.repeats, options.profile)
-        result = _child(work, peer, Path(root) / "graphs.json")
+        result = run(work, Path(root) / "graphs.json")
         if options.check_graphs and "error" not in result:
             engine["compilation_config"] = {**compilation, "cudagraph_mode": "NONE"}
-            plain = _child(
-                replace(work, options=engine, batches=(), firsts=(), profile=False), peer, Path(root) / "plain.json"
-            )
+            unhurried = replace(work, options=engine, batches=(), firsts=(), profile=False)
+            plain = run(unhurried, Path(root) / "plain.json")
             result["same_without_graphs"] = plain.get("checked") == result["checked"]
         return result
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    return tuple(int(count) for count in text.split(","))
+
+
+def _firsts(text: str) -> tuple[tuple[int, int], ...]:
+    """16x1024,1x128 -> (sequences, tokens of each)."""
+    items = [] if text == NO_FIRSTS else [item.partition("x") for item in text.split(",")]
+    return tuple((int(count), int(length)) for count, _, length in items)
 
 
 def _write_folder(
@@ -242,33 +266,16 @@ def _write_weights(folder: Path, model: Any, dtype: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def _child(work: Work, peer: Peer, path: Path) -> Any:
-    path.write_text(json.dumps(asdict(work)))
-    alone = work.options["tensor_parallel_size"] == 1
-    variables = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        # The engine in its own process of one GPU: without the time of messages. Workers take functions to run.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if alone else "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        **peer.environment,
-    }
-    command = [sys.executable, "-m", "scripts.serve_measure", str(path)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, stdout=sys.stderr, check=False)
-    answer = json.loads(path.read_text())
-    return {"error": f"exit status {done.returncode}"} if done.returncode or "ms_per_step" not in answer else answer
-
-
 def _print(key: str, result: Any) -> None:
     print(key, json.dumps({name: value for name, value in result.items() if name != "checked"}), flush=True)
 
 
-def _tables(results: Mapping[str, Any]) -> str:
+def tables(results: Mapping[str, Any]) -> str:
     """ms per step by batch; then first tokens, weights and energy, and communication where it was measured."""
     good = {key: result for key, result in results.items() if "error" not in result}
     batches = list(dict.fromkeys(batch for result in good.values() for batch in result["ms_per_step"]))
     steps = [[key, *(_cell(result["ms_per_step"].get(batch)) for batch in batches)] for key, result in good.items()]
-    tables = [markdown_table(["ms per step", *(f"batch {batch}" for batch in batches)], steps, left=1)]
+    found = [markdown_table(["ms per step", *(f"batch {batch}" for batch in batches)], steps, left=1)]
     firsts = list(dict.fromkeys(first for result in good.values() for first in result["first_token_ms"]))
     names = ["setting", *(f"first of {first}" for first in firsts), "GB per GPU", "mJ per token at batch 1"]
     rows = []
@@ -277,9 +284,9 @@ def _tables(results: Mapping[str, Any]) -> str:
         energy, shares = result.get("millijoules_per_token", {}).get("1"), result.get("communication", {})
         communication = "-" if not shares else ", ".join(f"{share:.0%} at {batch}" for batch, share in shares.items())
         rows.append([key, *times, _cell(max(result["model_bytes"]) / 1e9), _cell(energy), communication])
-    tables.append(markdown_table([*names, "communication"], rows, left=1))
+    found.append(markdown_table([*names, "communication"], rows, left=1))
     failed = [f"{key}: {result['error']}" for key, result in results.items() if "error" in result]
-    return "\n\n".join([*tables, *failed])
+    return "\n\n".join([*found, *failed])
 
 
 def _cell(value: float | None) -> str:

@@ -7,6 +7,8 @@ The file holds a Work, and is overwritten by what was found.
 
 from __future__ import annotations
 
+import faulthandler
+import fcntl
 import json
 import sys
 import time
@@ -28,7 +30,11 @@ COMMUNICATION = ("nccl", "all_reduce", "allreduce", "cross_device", "all_gather"
 
 @dataclass(frozen=True)
 class Work:
-    """What one process measures. firsts: (sequences, tokens of each) of first tokens. profile: kernels as well."""
+    """What one process measures.
+
+    firsts: (sequences, tokens of each) of first tokens. profile: kernels as well. lock: descriptor of an open file to
+    be held before the GPUs are used. limit: seconds from then on after which the process ends itself.
+    """
 
     folder: str
     options: Mapping[str, Any]
@@ -37,6 +43,8 @@ class Work:
     steps: int
     repeats: int
     profile: bool
+    lock: int | None = None
+    limit: float | None = None
 
 
 class Energy:
@@ -92,7 +100,18 @@ def main() -> None:
     if len(sys.argv) != 2:
         raise BenchError("give the JSON file of one Work; scripts/serve_bench.py writes it")
     path = Path(sys.argv[1])
-    path.write_text(json.dumps(measure(Work(**json.loads(path.read_text())))))
+    work = Work(**json.loads(path.read_text()))
+    _wait_for_turn(work)
+    path.write_text(json.dumps(measure(work)))
+
+
+def _wait_for_turn(work: Work) -> None:
+    if work.lock is not None:
+        import vllm.entrypoints.llm  # noqa: F401  # what takes long and needs no GPU, while others have it
+
+        fcntl.flock(work.lock, fcntl.LOCK_EX)
+    if work.limit is not None:
+        faulthandler.dump_traceback_later(work.limit, exit=True)
 
 
 def measure(work: Work) -> dict[str, Any]:

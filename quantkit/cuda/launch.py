@@ -88,7 +88,9 @@ def _load(unit: CompileUnit, device: int) -> tuple[LoadedKernel, bool]:
         raise KernelError(f"CUDA kernels need CuPy, which is not installed: {cupy_install_line(major)}") from error
     row = architecture(*torch.cuda.get_device_capability(device))
     cubin, symbol = cached_cubin(unit, row)
-    function = cupy.RawModule(path=str(cubin)).get_function(symbol)
-    most = cupy.cuda.runtime.getDeviceProperties(device)["sharedMemPerBlockOptin"]
-    function.max_dynamic_shared_size_bytes = most - function.shared_size_bytes
-    return LoadedKernel(function.kernel, kernel_parameters(unit.source, unit.function)), row.overlap
+    with cupy.cuda.Device(device):  # CuPy loads, and keeps modules, by its own current device and not by torch's
+        function = cupy.RawModule(path=str(cubin)).get_function(symbol)
+        most = cupy.cuda.runtime.getDeviceProperties(device)["sharedMemPerBlockOptin"]
+        function.max_dynamic_shared_size_bytes = most - function.shared_size_bytes
+        loaded = LoadedKernel(function.kernel, kernel_parameters(unit.source, unit.function))
+    return loaded, row.overlap

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -179,3 +181,48 @@ def test_threads_do_not_mix_their_arguments(machine: Driver, given: Callable[...
         thread.join()
     counts = sorted(values[1] for values in machine.values[1:])
     assert counts == [*several, *(1000 + i for i in several)]
+
+
+class Cupy:
+    """CuPy with two devices, whose current one is not torch's; it says where kernels were loaded and changed."""
+
+    def __init__(self) -> None:
+        self.current, self.used = 0, []  # type: ignore[var-annotated]
+        self.cuda = SimpleNamespace(Device=self.device, runtime=SimpleNamespace(getDeviceProperties=self.properties))
+
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+    def properties(self, index: int) -> dict[str, int]:
+        return {"sharedMemPerBlockOptin": 100 + index}
+
+    def RawModule(self, path: str) -> Cupy:
+        self.used.append(self.current)
+        return self
+
+    def get_function(self, symbol: str) -> Cupy:
+        return self
+
+    shared_size_bytes = 4
+
+    @property
+    def kernel(self) -> SimpleNamespace:
+        self.used.append(self.current)
+        return SimpleNamespace(ptr=HANDLE + self.current)
+
+
+def test_a_kernel_is_loaded_on_the_gpu_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy, unit = Cupy(), CompileUnit(KernelSource("f.cu", {}), "f")
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(KernelSource, "text", SOURCE)
+    monkeypatch.setattr(launch, "cached_cubin", lambda unit, row: (Path("f.cubin"), "f"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    try:
+        handles = [launch._load(unit, index)[0].function.ptr for index in (1, 0)]
+    finally:
+        launch._load.cache_clear()
+    assert (handles, cupy.used, cupy.current) == ([HANDLE + 1, HANDLE], [1, 1, 0, 0], 0)

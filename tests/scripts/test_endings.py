@@ -18,6 +18,7 @@ GPU_SCRIPTS = (
     *("bipolar.compare_coding", "bipolar.models", "bipolar.tables", "compile_kernels", "flattenquant.speed"),
     *(
         "nuqmm.compare_linear",
+        "nuqmm.figure4",
         "nuqmm.measure_kernels",
         "nuqmm.load_time",
         "nuqmm.tables",

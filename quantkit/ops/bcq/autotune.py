@@ -11,8 +11,10 @@ again when a layer of that class is next prepared.
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -174,10 +176,33 @@ def ensure_measured(weight: BcqTiles) -> None:
     name = shape_class(*sizes, weight.group_size, weight.scale_bits, weight.order)
     if _known(device, name) is not None:
         return
-    gpu = gpu_key(device)
-    table = {**_table(), gpu: {**_table().get(gpu, {}), name: measured_kernels(weight)}}
-    write_whole(cache_folder() / _TABLE, (json.dumps(table, indent=1) + "\n").encode())
+    kernels = measured_kernels(weight)
+    with _written_alone():
+        table, gpu = _table(), gpu_key(device)
+        own = table.get(gpu, {})
+        content = json.dumps({**table, gpu: {**own, name: own.get(name, kernels)}}, indent=1) + "\n"
+        write_whole(cache_folder() / _TABLE, content.encode())
     _table.cache_clear()
+
+
+@contextmanager
+def _written_alone() -> Iterator[None]:
+    """Hold the user's table, as it is now, against other processes: the ranks of a served model measure at one time.
+
+    Each keeps what another has found meanwhile, so that all take the kernels of the first.
+    Raises KernelError where the cache cannot be written.
+    """
+    path = (cache_folder() / _TABLE).with_suffix(".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a")
+    except OSError as error:
+        raise KernelError(f"kernel cache {path.parent}: cannot be written ({error.strerror})") from error
+    with lock:
+        with suppress(OSError):  # where the file system has no locks, the last to write is kept
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        _table.cache_clear()
+        yield
 
 
 def measured_kernels(weight: BcqTiles) -> dict[str, str]:

@@ -140,6 +140,25 @@ def test_a_new_class_is_measured_on_two_copies_of_the_weight(
     assert len(timed) == count
 
 
+def test_what_another_process_measured_meanwhile_is_kept(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a served model measure at one time: none loses what another wrote, and all take the same kernels."""
+    weight = random_weight(2, 32, 256, 128, offset=True).tiled()
+    name = shape_class(2, 32, 256, 128)
+    theirs = {gpu_key(CPU): {name: {"1": BINARY}, "q3-s128-n12-k12": {"1": LUT}}, "Another GPU": {name: {"1": INT8}}}
+
+    def measured(_: BcqTiles) -> dict[str, str]:
+        table.write_text(json.dumps(theirs))
+        return {"1": LUT}
+
+    monkeypatch.setattr(autotune, "measured_kernels", measured)
+    autotune.ensure_measured(weight)
+    assert json.loads(table.read_text()) == theirs
+    monkeypatch.setattr(autotune, "measured_kernels", lambda _: {"1": LUT})
+    autotune.ensure_measured(random_weight(2, 32, 512, 128, offset=True).tiled())
+    new = {shape_class(2, 32, 512, 128): {"1": LUT}}
+    assert json.loads(table.read_text()) == {**theirs, gpu_key(CPU): {**theirs[gpu_key(CPU)], **new}}
+
+
 def test_the_usual_kernel_stays_where_another_is_hardly_faster(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_weight(2, 32, 256, 128, offset=True).tiled()
     seconds = {BINARY: 1.0, INT8: 1.0, LUT: 0.96, GEMM: 1.02, DEQUANTIZE: 1.04}
