@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from quantkit.errors import RecipeError
@@ -19,7 +19,8 @@ class TuneSettings:
     codes: whether these choose codes again, or leave them as they are.
     rate: the first step of a value, as a share of the root mean square of its tensor; steps shrink to 0.
     epoch_rate: the same in passes for the whole model behind tuned blocks; without blocks these take rate.
-    code_rate: the same of the weights that codes are chosen for.
+    code_rate: the same of the weights that codes are chosen for. epoch_code_rate: the same of those in passes for the
+    whole model behind tuned blocks; without blocks these take code_rate.
     batch: windows per step. held_out: share of the windows, the last ones, that decide which pass is kept.
     seed: of the order of the windows.
     """
@@ -32,6 +33,7 @@ class TuneSettings:
     rate: float = 0.003
     epoch_rate: float = 0.001
     code_rate: float = 0.003
+    epoch_code_rate: float = 0.0005
     batch: int = 4
     held_out: float = 0.125
     seed: int = 0
@@ -53,9 +55,19 @@ class TuneSettings:
             raise RecipeError(f"batch is {self.batch}; choose 1 window a step or more")
         if not 0 < self.held_out < 1:
             raise RecipeError(f"held_out is {self.held_out}; choose a share between 0 and 1")
-        for name in ("rate", "epoch_rate", "code_rate"):
+        for name in ("rate", "epoch_rate", "code_rate", "epoch_code_rate"):
             if getattr(self, name) < 0:
                 raise RecipeError(f"{name} is {getattr(self, name)}; choose 0 or more")
+
+
+def for_whole_model(settings: TuneSettings) -> TuneSettings:
+    """The settings with the rates that passes for the whole model take.
+
+    What tuned blocks leave to gain is small, and larger steps lose more than that at first.
+    """
+    if not settings.blocks:
+        return settings
+    return replace(settings, rate=settings.epoch_rate, code_rate=settings.epoch_code_rate)
 
 
 def tune_settings(recipe: str, values: Mapping[str, Any]) -> TuneSettings:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from quantkit.models.families import linear_weight
 from quantkit.models.logits import log_probabilities
 from quantkit.tuning.install import tunable
 from quantkit.tuning.optimize import Objective, TuneReport, tune
-from quantkit.tuning.settings import TuneSettings
+from quantkit.tuning.settings import TuneSettings, for_whole_model
 from quantkit.tuning.target import Target
 
 # Windows of a graph that is held at a time have so many tokens, so that their logits stay below 2 GB for most models.
@@ -50,9 +49,8 @@ def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSetting
                 return divergence_loss(target.log_probabilities(numbers), model, windows[numbers].to(device))
 
             objective = Objective(loss, len(windows), at_once, dtype)
-            # What tuned blocks leave to gain is small, and larger steps lose more than that at first.
-            own = replace(settings, rate=settings.epoch_rate) if settings.blocks else settings
-            report = tune(list(tuned.parts.values()), list(tuned.others.values()), objective, own)
+            parts, others = list(tuned.parts.values()), list(tuned.others.values())
+            report = tune(parts, others, objective, for_whole_model(settings))
         model.to("cpu")
     return report
 

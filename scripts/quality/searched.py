@@ -46,12 +46,12 @@ def calibrated(options: argparse.Namespace, original: Any, tokenizer: Any) -> tu
 
 
 def searched(options: argparse.Namespace, limit: float, calibration: Path) -> tuple[Recipe, dict[str, Any]]:
-    """The plan of a budget, and what the search says of it."""
+    """The plan of a budget, found now or before, and what the search says of it."""
     plan = options.json.with_name(f"{options.json.stem}-{limit:g}.yaml")
     facts: dict[str, Any] = {}
     if not plan.exists():
         started = time.perf_counter()
-        result = search(
+        search(
             options.model,
             calibration,
             plan,
@@ -59,12 +59,10 @@ def searched(options: argparse.Namespace, limit: float, calibration: Path) -> tu
             options=[Option(bits, size) for bits in options.bits for size in options.groups],
             settings=search_settings([*options.set, f"device={options.device}"]),
         )
-        labels = Counter(f"q{each.weight_bits} g{each.group_size}" for each in result.plan.options.values())
-        facts = {
-            "search_seconds": time.perf_counter() - started,
-            "predicted_kl": result.plan.predicted_kl,
-            "layers": dict(sorted(labels.items())),
-        }
+        facts["search_seconds"] = time.perf_counter() - started
+    document = read_document(plan.with_suffix(".json"), {})
+    layers = Counter(f"q{layer['weight_bits']} g{layer['group_size']}" for layer in document["layers"].values())
+    facts |= {"predicted_kl": document["predicted_kl"], "layers": dict(sorted(layers.items()))}
     return load_recipe(str(plan)), facts
 
 

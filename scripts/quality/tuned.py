@@ -4,8 +4,9 @@ python scripts/quality/tuned.py MODEL --texts wiki.test.jsonl lambada.jsonl --ca
     --recipes bcq-w3-g128 bcq-w3-g64-s8+tune.epochs=4 --json docs/results/tuned-MODEL.json
 
 Before the rows with tuning, of blocks (tune.blocks) or of the whole model, stands the same recipe without; neighbours
-that differ in tune alone share it. No checkpoint is written: the numbers are those of the stored values. Statistics of
-inputs are of the first windows, as a GPU is slow at collecting them.
+that differ in tune alone share it, and those that differ in the whole model's passes alone share their tuned blocks.
+A recipe may be a file, such as the plan of a search. No checkpoint is written: the numbers are those of the stored
+values. Statistics of inputs are of the first windows, as a GPU is slow at collecting them.
 """
 
 from __future__ import annotations
@@ -102,13 +103,25 @@ def scores(original: Any, model: Any, tokenizer: Any, texts: list[Corpus], optio
     return rows
 
 
-@dataclass(frozen=True)
+@dataclass
 class Untuned:
-    """A recipe without tuning. name: of the recipe with its settings. row: of the table."""
+    """A recipe without tuning. name: of the recipe with its settings. row: of the table. tuned: its blocks, tuned
+    last."""
 
     name: str
     model: Any
     row: dict[str, Any]
+    tuned: TunedBlocks | None = None
+
+
+@dataclass(frozen=True)
+class TunedBlocks:
+    """A model whose blocks were tuned. settings: without those of the whole model's passes."""
+
+    settings: TuneSettings
+    model: Any
+    reports: dict[str, Any]
+    seconds: float
 
 
 def untuned(name: str, original: Any, artifact: Calibration, context: tuple[Any, ...]) -> Untuned:
@@ -119,6 +132,21 @@ def untuned(name: str, original: Any, artifact: Calibration, context: tuple[Any,
     model, bits, _ = quantized(load_recipe(*_parts(name)), original, artifact)
     row |= {"bits_per_weight": bits, "quantize_seconds": time.perf_counter() - started, "tuning": None}
     return Untuned(name, model, row | {"evaluations": scores(original, model, tokenizer, texts, options)})
+
+
+def tuned_blocks(
+    recipe: Recipe, settings: TuneSettings, before: Untuned, original: Any, artifact: Calibration, dtype: torch.dtype
+) -> TunedBlocks:
+    """The recipe's blocks, tuned now or for the recipe before."""
+    plain = TuneSettings()
+    of_model = {key: getattr(plain, key) for key in ("codes", "epochs", "epoch_rate", "epoch_code_rate")}
+    own = replace(settings, **of_model)
+    if before.tuned is None or before.tuned.settings != own:
+        started = time.perf_counter()
+        model, _, reports = quantized(recipe, original, artifact, tuning=settings, dtype=dtype)
+        seconds = time.perf_counter() - started - before.row["quantize_seconds"]  # which stand for themselves
+        before.tuned = TunedBlocks(own, model, reports, seconds)
+    return before.tuned
 
 
 def tuned_row(
@@ -132,17 +160,18 @@ def tuned_row(
 ) -> dict[str, Any]:
     """The row of a recipe that tunes what ``before`` holds as quantized."""
     tokenizer, texts, options = context
-    recipe, dtype, started = load_recipe(*_parts(name)), stored_dtype(options.model), time.perf_counter()
+    recipe, dtype, seconds = load_recipe(*_parts(name)), stored_dtype(options.model), 0.0
     tuning: dict[str, Any] = {"settings": asdict(settings)}
+    model = before.model
     if settings.blocks:
-        model, _, tuning["blocks"] = quantized(recipe, original, artifact, tuning=settings, dtype=dtype)
-        started += before.row["quantize_seconds"]  # which stand for themselves
-        tuning["block_seconds"] = time.perf_counter() - started
-    else:
-        model = copy.deepcopy(before.model)
+        blocks = tuned_blocks(recipe, settings, before, original, artifact, dtype)
+        model, tuning["blocks"], seconds = blocks.model, blocks.reports, blocks.seconds
+        tuning["block_seconds"] = seconds
+    started = time.perf_counter()
     if settings.epochs:
+        model = copy.deepcopy(model)
         tuning |= tune_model(original, model, artifact.windows, settings, dtype=dtype).to_json()
-    tuning["seconds"] = time.perf_counter() - started
+    tuning["seconds"] = seconds + time.perf_counter() - started
     evaluations = scores(original, model, tokenizer, texts, options)
     return {**before.row, "recipe": name, "tuning": tuning, "evaluations": evaluations}
 

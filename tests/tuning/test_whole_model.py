@@ -132,11 +132,13 @@ def test_tuning_is_deterministic() -> None:
         assert torch.equal(tensor, results[1][name]), name
 
 
-def test_passes_behind_tuned_blocks_have_a_rate_of_their_own() -> None:
+def test_passes_behind_tuned_blocks_have_rates_of_their_own() -> None:
     windows, results = text(), []
+    small, large = {"rate": 0.01, "code_rate": 0.02}, {"epoch_rate": 3.0, "epoch_code_rate": 3.0}
+    swapped = {"rate": 3.0, "code_rate": 3.0, "epoch_rate": 0.01, "epoch_code_rate": 0.02}
     for settings in (
-        TuneSettings(epochs=2, batch=2, rate=0.01, epoch_rate=3.0),
-        TuneSettings(epochs=2, batch=2, rate=3.0, epoch_rate=0.01, blocks=1),
+        TuneSettings(epochs=2, batch=2, codes=True, **small, **large),
+        TuneSettings(epochs=2, batch=2, codes=True, **swapped, blocks=1),
     ):
         torch.manual_seed(1)
         original, model = models("llama")
@@ -186,8 +188,9 @@ def test_the_last_windows_are_held_out() -> None:
         ({"held_out": 1}, "held_out is 1"),
         ({"epochs": 0}, "epochs is 0"),
         ({"epoch_rate": -0.1}, "epoch_rate is -0.1; choose 0 or more"),
+        ({"epoch_code_rate": -0.1}, "epoch_code_rate is -0.1; choose 0 or more"),
     ],
-    ids=["unknown", "float", "int", "nan", "batch", "held_out", "nothing", "negative"],
+    ids=["unknown", "float", "int", "nan", "batch", "held_out", "nothing", "negative", "negative-codes"],
 )
 def test_settings_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=f"recipe r: tune.*{message}"):

@@ -46,6 +46,24 @@ def test_each_recipe_has_a_row_without_and_one_with_tuning(
     assert table.count("| yes |") == 2
 
 
+def test_recipes_that_differ_in_the_whole_models_passes_alone_share_tuned_blocks(
+    tiny_model: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document, blocks = tmp_path / "t.json", "bcq-w2-g64+group_size=32+tune.blocks=1+tune.batch=2"
+    arguments = [str(tiny_model("llama")), "--texts", str(text_file), "--calibration-text", str(text_file)]
+    arguments += ["--windows", "8", "--statistics-windows", "2", "--calibration-seq-len", "16", "--seq-len", "16"]
+    arguments += ["--max-windows", "2", "--json", str(document), "--recipes"]
+    passes = [f"{blocks}+tune.epochs=0", f"{blocks}+tune.epochs=2+tune.codes=true", f"{blocks}+tune.epochs=2"]
+    monkeypatch.setattr(sys, "argv", ["tuned.py", *arguments, *passes, f"{passes[-1]}+tune.rate=0.01"])
+    tuned.main()
+    _, alone, codes, stay, other = json.loads(document.read_text())["rows"]
+    assert alone["tuning"]["blocks"] == codes["tuning"]["blocks"] == stay["tuning"]["blocks"]
+    assert alone["tuning"]["block_seconds"] == stay["tuning"]["block_seconds"] != other["tuning"]["block_seconds"]
+    assert codes["tuning"]["before"] == stay["tuning"]["before"]
+    assert codes["tuning"]["passes"] != stay["tuning"]["passes"]
+    assert other["tuning"]["blocks"] != stay["tuning"]["blocks"]
+
+
 def test_a_recipe_that_edits_the_whole_model_is_refused() -> None:
     model = build_model("llama")
     for recipe in (load_recipe("bipolar-w4a8"), load_recipe("bcq-w4-g128", ["rotate=true"])):
