@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
 bcqLevelGemv(const uint4* __restrict__ tiles, const void* __restrict__ scales, const uint16* __restrict__ factors,
              const uint16* __restrict__ x, const uint16* __restrict__ bias, const uint16* residual, uint16* __restrict__ y,
              int M, int N, int K, int groups, uint32 groupMagic, int entries, int passTiles, int rangeTiles,
-             int longRanges, int dtype, int activation, int vectors) {
-    multiplyLevels<LevelProduct<kOrder, kBits, kSegment, kScaleBits, kTokens, kAdds, kDtype>, kWarps>(
+             int longRanges, int dtype, int activation, int vectors, int stages) {
+    multiplyLevels<typename ProductFor<kOrder, kBits, kSegment, kScaleBits, kTokens, kAdds, kDtype>::Type, kWarps>(
         {tiles, scales, factors, x, bias, residual, y, M, N, K, groups, groupMagic, entries, passTiles,
-         rangeTiles, longRanges, dtype, activation, vectors});
+         rangeTiles, longRanges, dtype, activation, vectors, nullptr, stages});
 }

@@ -3,18 +3,19 @@
 // Grid and passes: as for ring.cuh. The k tiles of the block's n tiles stand in a row, n tile after n tile, and every warp
 // takes an equal share of neighbours. So it reads one run of memory, has the sums of few n tiles to leave in shared memory,
 // and leaves them where its n tile changes. Sums of an n tile are added in the order of warps: repeatable bit for bit. A
-// warp takes the codes of its stage into registers, so one is enough: it is filled again while they are multiplied.
+// warp takes the codes of a stage into registers, and fills the stage again while they are multiplied.
 //
 //   shared memory: mailbox of a cluster's block
-//                  stage [warp] {codes [plane][lane] uint4, scales [segment][g][entry][2]}
-//                  levels [warp]
-//                  records [set of tokens][k tile]
+//                  stage [warp][stages] {codes [plane][lane] uint4, scales [segment][g][entry][2]}
+//                  levels [warp], of a Product that makes tables
+//                  records of x [set of eight tokens][k tile] (level_x.cuh)
+//                  sums of x [k tile][segment][token] fp32, of a Product that needs them
 //                  sums [warp][slot][row][token] fp32; slot: of the warp's n tiles, at most n tiles over warps, plus one
 //                  received from the other block of a cluster: half of [n tile][row][token] fp32
 #pragma once
-#include "level_step.cuh"
+#include "grid_step.cuh"
 
-// The tiles of a warp in one pass over K.
+// The tiles of a warp in one pass over a block's k tiles.
 template <int kWarps>
 struct Share {
     int pass, width, nTile, k, left;  // width: k tiles of the pass; of the next tile: its n tile, its place in the pass
@@ -38,9 +39,9 @@ __device__ __forceinline__ int firstNTileOf(int warp, int nTiles) { return warp 
 template <class Product, int kWarps>
 __device__ __forceinline__ void multiplyLevels(const Problem& p) {
     using S = typename Product::Shape;
-    constexpr int kThreads = kWarps * kWarpSize, kTokens = Product::kTokens, kTileSums = kTileN * kTokens;
-    constexpr int kRecord = Product::Record::kBytes;
+    using Record = typename Product::Record;
     constexpr int kAhead = kWarps > 12 ? 3 : 4;  // words of x; more registers than the loop has would slow it down
+    constexpr int kThreads = kWarps * kWarpSize, kTokens = Product::kTokens, kTileSums = kTileN * kTokens;
     extern __shared__ __align__(16) unsigned char shared[];
     Mailbox& mailbox = *reinterpret_cast<Mailbox*>(shared);
     unsigned char* stages = shared + kMailboxBytes;
@@ -64,13 +65,15 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
         offset ? (1u << 16) / S::groupVectors(1) + 1 : (1u << 16) / S::groupVectors(0) + 1,
         p.groupMagic == 0 && p.groups == kTiles * S::kTileSegments};
     const uint32 stageBytes = pinned(S::kSignBytes + S::kStepSegments * groupBytes);
-    const uint32 stage = pinned(sharedAddress(stages) + warp * stageBytes);
-    unsigned char* records = stages + kWarps * (stageBytes + Product::kTableBytes);
-    const uint32 setBytes = pinned(p.passTiles * kRecord);
-    float* sums = reinterpret_cast<float*>(records + kTokens / Product::kSetTokens * setBytes);
+    const uint32 stageCount = Product::kRing ? p.stages : 1;
+    const uint32 ringBytes = stageCount * stageBytes, firstStage = pinned(sharedAddress(stages) + warp * ringBytes);
+    const uint32 setBytes = pinned(p.passTiles * Record::kBytes);
+    unsigned char* records = stages + kWarps * (ringBytes + Product::kTableBytes);
+    unsigned char* xSums = records + Product::kSets * setBytes;
+    float* sums = reinterpret_cast<float*>(xSums + p.passTiles * Product::kSumBytes);
 
     Share<kWarps> ahead(0, p.passTiles, ownTiles, nTiles);  // of the tile fetched next
-    auto fetchTile = [&] {
+    auto fetchTile = [&](uint32 stage) {
         while (ahead.left == 0 && ahead.pass + 1 < passes) {
             ahead = Share<kWarps>(ahead.pass + 1, p.passTiles, ownTiles, nTiles);
         }
@@ -81,34 +84,40 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
         }
         copyCommit();
     };
-    fetchTile();
+    fetchTile(firstStage);
+    if (stageCount > 1) fetchTile(pinned(firstStage + stageBytes));
     for (int i = threadIdx.x; i < slots * kWarps * kTileSums; i += kThreads) sums[i] = 0.0f;
     if (clusterBlocks() > 1) {
         if (threadIdx.x == 0) mailbox.prepare();
         mailbox.arrive();
     }
     allowNextKernel();
-    Product product(lane, p.entries, pinned(sharedAddress(stages) + kWarps * stageBytes + warp * Product::kTableBytes));
+    Product product(lane, p.entries, pinned(sharedAddress(stages) + kWarps * ringBytes + warp * Product::kTableBytes));
     waitForPriorKernels();  // from here on x may be read and y written
 
     const uint16* x = p.x + size_t(firstToken) * p.K;
-    Activations piece{min(kTokens, p.M - firstToken), firstTile * kTileK, p.K, p.dtype, p.vectors, false};
+    Columns piece{min(kTokens, p.M - firstToken), firstTile * kTileK, p.K, p.vectors != 0};
     float* ownSums = sums + warp * slots * kTileSums;
+    uint32 stage = firstStage;
     for (int pass = 0; pass < passes; ++pass) {
         Share<kWarps> own(pass, p.passTiles, ownTiles, nTiles);
-        makePairRecords<typename Product::Record, kAhead>(x, piece, own.width * kWordsPerTileRow, records, setBytes);
-        piece.k += p.passTiles * kTileK;
+        const uint32 firstRecord = sharedAddress(records), firstSum = sharedAddress(xSums);
+        makePairRecords<Record, kAhead>(x, piece, own.width * kWordsPerTileRow, records, setBytes);
+        piece.first += p.passTiles * kTileK;
         __syncthreads();
+        Product::template prepare<kWarps>(firstRecord, setBytes, own.width, firstSum);
+        const uint32 place = pinned(firstRecord + lane * kVectorBytes);
         float* target = ownSums + (own.nTile - firstNTileOf<kWarps>(warp, nTiles)) * kTileSums;
-        const uint32 firstRecord = sharedAddress(records);
 #pragma unroll 1
         while (own.left > 0) {
-            copyWait<0>();
+            if (stageCount == 1) copyWait<0>();
+            else copyWait<1>();
             __syncwarp();  // every lane's copies are there, and the levels of the tile before were read
             product.take(stage);
             __syncwarp();
-            fetchTile();
-            product.multiplyTile(firstRecord + own.k * kRecord, setBytes);
+            fetchTile(stage);
+            if (stageCount > 1) stage = stage == firstStage ? firstStage + stageBytes : firstStage;
+            product.multiplyTile(place + own.k * Record::kBytes, setBytes, firstSum + own.k * Product::kSumBytes);
             own.advance();
             if (own.k == 0 || own.left == 0) {
                 product.flush(target, lane);

@@ -83,6 +83,7 @@ struct Problem {
     int activation;         // of activation.cuh, or kNoActivation; before the residual is added
     int vectors;            // every row of x is 16-byte aligned and K % 8 == 0
     const long long* chosen = nullptr;  // [gridDim.z]: the experts whose bias [experts, N] and row of y a block takes
+    int stages = 1;         // of a warp, 1 or 2, in level_loop.cuh
 };
 
 // Where a block's bias and results are. Read again behind the product, so that they hold no registers meanwhile.

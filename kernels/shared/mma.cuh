@@ -245,6 +245,21 @@ __device__ __forceinline__ void shortMma16(float* c, uint4 a, uint32 b0, uint32 
     }
 }
 
+// D = A B: the same on an empty sum.
+template <int kDtype>
+__device__ __forceinline__ void shortProduct16(float* d, uint4 a, uint32 b0, uint32 b1) {
+    static_assert(kDtype == kFloat16 || kDtype == kBfloat16, "16-bit types only");
+    if constexpr (kDtype == kFloat16) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "f"(0.0f));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+            : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1), "f"(0.0f));
+    }
+}
+
 // One byte at an address in shared memory; 4, 8 or 16 bytes to one.
 __device__ __forceinline__ uint8 loadShared1(uint32 shared) {
     uint32 value;

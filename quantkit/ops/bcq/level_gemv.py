@@ -29,15 +29,24 @@ from quantkit.ops.bcq.product import Product, activation_segment, group_magic
 
 LEVEL_SEGMENTS = SEGMENTS[1:]  # wider groups take the widest of these
 TOKENS = (8, 16)
-_SHORT_BYTES, _PADDING_BYTES = 2, 16
+_SHORT_BYTES, _PADDING_BYTES = 2, 16  # of an element of x; of a record for each token
+_LEAST_SUMMED = 128  # columns of a segment of a grid, from which on steps and offsets meet sums (grid_step.cuh)
 _FEW_PLANES = 4
-_WARPS = {"few": (16,), "few, little memory": (16, 8), "many": (12, 8), "many, little memory": (8, 4)}
+_WARPS = {
+    "sums": (12,),
+    "sums, little memory": (12, 8),
+    "few": (16,),
+    "few, little memory": (16, 8),
+    "many": (12, 8),
+    "many, little memory": (8, 4),
+}
 """Warps of a block by planes. Every instance is compiled and tested, so few are made."""
 _LARGE_SHARED_MEMORY = 160 * 1024
 # What the choice of a layout goes by, in microseconds of an H200 at four planes: of a tile of a block and of a block's
 # beginning and end, by its warps; of a kilobyte of x; of an n tile whose sums two blocks exchange.
 _TILE_TIME, _FIXED_TIME = {16: 0.078, 12: 0.085, 8: 0.1, 4: 0.2}, {16: 4.5, 12: 4.4, 8: 3.5, 4: 3.0}
 _X_TIME, _EXCHANGE_TIME = 0.023, 0.05
+_SUMS_TIMES = {1: (0.074, 3.0), 2: (0.064, 3.65)}  # of a tile and of beginning and end by stages, where sums meet steps
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class LevelLayout:
     """How an instance is launched.
 
     cluster: blocks that share n tiles, each with a part of K. blocks: all, per group of tokens. pass_tiles: k tiles of
-    x that a block holds at once. shared_mem: bytes.
+    x that a block holds at once. stages: of a warp's ring. shared_mem: bytes.
     """
 
     shape: LevelShape
@@ -61,6 +70,7 @@ class LevelLayout:
     blocks: int
     pass_tiles: int
     passes: int
+    stages: int
     shared_mem: int
 
 
@@ -89,35 +99,43 @@ class LevelProblem:
         return TileSizes(self.weight_bits, self.segment, self.scale_bits, 1).tile_bytes(self.entries)
 
     @property
+    def sums_x(self) -> bool:
+        """Whether steps and offsets meet sums, of which those of x are kept."""
+        return self.order == Order.GRID and self.segment >= _LEAST_SUMMED
+
+    @property
     def level_bytes(self) -> int:
         """The levels of one tile."""
+        if self.sums_x:
+            return 0
         return table_bytes(self.order, self.weight_bits, TILE_K // self.segment, apart=self.offsets_apart)
 
+    def x_bytes(self, tokens: int) -> int:
+        """What a block keeps of one k tile of x."""
+        sums = TILE_K // self.segment * FLOAT_BYTES if self.sums_x else 0
+        return tokens * (TILE_K * _SHORT_BYTES + _PADDING_BYTES + sums)
 
-def record_bytes(tokens: int) -> int:
-    """What a block keeps of one k tile of x."""
-    return tokens * (TILE_K * _SHORT_BYTES + _PADDING_BYTES)
 
-
-def _fitted(it: LevelProblem, shape: LevelShape, cluster: int, rounds: int) -> LevelLayout | None:
+def _fitted(it: LevelProblem, shape: LevelShape, cluster: int, rounds: int, stages: int) -> LevelLayout | None:
     """With all of a block's x, or in as few passes over it as there is room for."""
     tokens, warps = shape.tokens, shape.warps
     ranges = min(it.n_tiles, rounds * (it.gpu.processors // cluster))
     n_tiles, k_tiles = ceil(it.n_tiles / ranges), ceil(it.k_tiles / cluster)
     sums = warps * (ceil(n_tiles / warps) + 1) * TILE_N * tokens
     received = n_tiles * TILE_N * tokens // 2 if cluster > 1 else 0
-    own = warps * (it.level_bytes + it.tile_bytes) + (sums + received) * FLOAT_BYTES
+    own = warps * (it.level_bytes + stages * it.tile_bytes) + (sums + received) * FLOAT_BYTES
     own += MAILBOX_BYTES if it.gpu.architecture.clusters else 0
-    fitting = (it.gpu.architecture.shared_limit() - own) // record_bytes(tokens)
+    fitting = (it.gpu.architecture.shared_limit() - own) // it.x_bytes(tokens)
     if fitting <= 0:
         return None
     passes = ceil(k_tiles / fitting)
     pass_tiles = ceil(k_tiles / passes)
-    return LevelLayout(shape, cluster, ranges * cluster, pass_tiles, passes, own + pass_tiles * record_bytes(tokens))
+    shared_mem = own + pass_tiles * it.x_bytes(tokens)
+    return LevelLayout(shape, cluster, ranges * cluster, pass_tiles, passes, stages, shared_mem)
 
 
 def _shapes(it: LevelProblem, tokens: int) -> list[LevelShape]:
-    kind = "many" if it.weight_bits > _FEW_PLANES else "few"
+    kind = "sums" if it.sums_x else "many" if it.weight_bits > _FEW_PLANES else "few"
     if it.gpu.architecture.shared_limit() < _LARGE_SHARED_MEMORY:
         kind = f"{kind}, little memory"
     return [LevelShape(tokens, warps) for warps in _WARPS[kind]]
@@ -129,9 +147,10 @@ def _expected(it: LevelProblem, layout: LevelLayout) -> float:
     n_tiles, k_tiles = ceil(it.n_tiles / ranges), ceil(it.k_tiles / layout.cluster)
     rounds = ceil(layout.blocks / (it.gpu.processors // layout.cluster * layout.cluster))
     tiles = ceil(n_tiles * k_tiles / warps) * warps
-    x = k_tiles * record_bytes(layout.shape.tokens) / 1024 * _X_TIME
+    x = k_tiles * it.x_bytes(layout.shape.tokens) / 1024 * _X_TIME
     exchange = n_tiles * _EXCHANGE_TIME if layout.cluster > 1 else 0.0
-    return rounds * (tiles * _TILE_TIME[warps] + _FIXED_TIME[warps] + x + exchange + layout.passes - 1)
+    tile, fixed = _SUMS_TIMES[layout.stages] if it.sums_x else (_TILE_TIME[warps], _FIXED_TIME[warps])
+    return rounds * (tiles * tile + fixed + x + exchange + layout.passes - 1)
 
 
 def level_layouts(it: LevelProblem) -> list[LevelLayout]:
@@ -139,7 +158,12 @@ def level_layouts(it: LevelProblem) -> list[LevelLayout]:
     clusters = (CLUSTER_BLOCKS, 1) if it.gpu.architecture.clusters and it.k_tiles > 1 else (1,)
     shapes = _shapes(it, next(least for least in TOKENS if least >= min(it.tokens, TOKENS[-1])))
     for rounds in count(1):
-        found = [_fitted(it, shape, cluster, rounds) for shape in shapes for cluster in clusters]
+        found = [
+            _fitted(it, shape, cluster, rounds, stages)
+            for shape in shapes
+            for cluster in clusters
+            for stages in (_SUMS_TIMES if it.sums_x else (1,))
+        ]
         layouts = [layout for layout in found if layout is not None]
         if layouts or rounds * it.gpu.processors > it.n_tiles:
             break
@@ -207,6 +231,7 @@ def level_launch(product: Product, gpu: Gpu, layout: LevelLayout | None = None) 
             "passTiles": layout.pass_tiles,
             "rangeTiles": range_tiles,
             "longRanges": long_ranges,
+            "stages": layout.stages,
         },
         shared_mem=layout.shared_mem,
         overlap=product.weights_ready,

@@ -28,12 +28,11 @@ from quantkit.ops.bcq.level_gemv import (
     level_unit,
     level_units,
     plan_level,
-    record_bytes,
 )
 from quantkit.ops.bcq.order import GRID_PLANES, Order
 from quantkit.ops.bcq.product import Product
 from quantkit.ops.epilogue import Epilogue, apply_epilogue
-from tests.ops.bcq.cases import LEVEL, ODD_GRIDS, ODD_WEIGHTS, random_weight, weight_case
+from tests.ops.bcq.cases import LEVEL, ODD_GRIDS, ODD_WEIGHTS, BcqWeight, random_weight, weight_case
 from tests.ops.bcq.test_op import RTOL, TYPE_IDS, TYPES, reference, relative_error
 
 CUDA = torch.device("cuda")
@@ -68,14 +67,22 @@ def test_python_and_cuda_agree_on_the_sizes_in_shared_memory(monkeypatch: pytest
     kinds = [*((bits, Order.CODES) for bits in (1, 2, 3, 4, 8)), (GRID_PLANES, Order.GRID)]
     for (bits, order), segment, offset, tokens in combinations(kinds, LEVEL_SEGMENTS, (0, 1), TOKENS):
         it = LevelProblem(bits, order.scales(bits) + offset, 16, segment, 1, 1, tokens, Gpu(row, 1), order)
-        name = f"LevelProduct<{order.number}, {bits}, {segment}, 16, {tokens}, {int(it.offsets_apart)}, 0>"
+        arguments = f"{order.number}, {bits}, {segment}, 16, {tokens}, {int(it.offsets_apart)}, 0"
+        name = f"ProductFor<{arguments}>::Type"
         scales = f"{name}::kTileSegments * {name}::Shape::groupVectors({offset}) * kVectorBytes"
-        claims.append(f"static_assert({name}::Record::kBytes * {name}::kSets == {record_bytes(tokens)});")
+        claims.append(
+            f"static_assert({name}::Record::kBytes * {name}::kSets + {name}::kSumBytes == {it.x_bytes(tokens)});"
+        )
         claims.append(f"static_assert({name}::kTableBytes == {it.level_bytes});")
         claims.append(f"static_assert({name}::Shape::kSignBytes + {scales} == {it.tile_bytes});")
     source = SOURCES[LEVEL]
     monkeypatch.setattr(KernelSource, "text", "\n".join([source.text, *claims, "__global__ void probe() {}"]))
     assert compile_units([CompileUnit(source, "probe")], row).image
+
+
+def reference_terms(weight: BcqWeight, x: Tensor) -> Tensor:
+    """The root of the sum of squares of what every output adds up, [M, N] fp64."""
+    return (x.double().cpu().square() @ weight.dequantized().square().T).sqrt()
 
 
 def _multiply(x: Tensor, weight: BcqTiles, bias: Tensor | None, layout: LevelLayout | None = None) -> Tensor:
@@ -120,7 +127,14 @@ def test_every_layout_of_a_grid_matches_fp64_and_repeats(bits: int, n: int, k: i
 @pytest.mark.parametrize("tokens", [3, 13])
 @pytest.mark.parametrize(
     ("bits", "group_size", "order"),
-    [(2, 32, Order.CODES), (2, 96, Order.CODES), (4, 128, Order.CODES), (4, 96, Order.GRID)],
+    [
+        (2, 32, Order.CODES),
+        (2, 96, Order.CODES),
+        (4, 128, Order.CODES),
+        (4, 96, Order.GRID),
+        (4, 128, Order.GRID),
+        (4, 384, Order.GRID),
+    ],
 )
 def test_odd_shapes(bits: int, group_size: int, order: Order, tokens: int) -> None:
     weight = random_weight(bits, 130, 777, group_size, offset=True, equal_steps=order == Order.GRID)
@@ -130,9 +144,10 @@ def test_odd_shapes(bits: int, group_size: int, order: Order, tokens: int) -> No
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("order", [Order.CODES, Order.GRID])
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
-def test_tokens_do_not_disturb_each_other(dtype: torch.dtype) -> None:
-    weight = random_weight(4, 96, 1024, 128, offset=True).to(CUDA).tiled(Order.CODES)
+def test_tokens_do_not_disturb_each_other(dtype: torch.dtype, order: Order) -> None:
+    weight = random_weight(4, 96, 1024, 128, offset=True, equal_steps=order == Order.GRID).to(CUDA).tiled(order)
     x = torch.randn(12, 1024, device=CUDA).to(dtype)
     before = _multiply(x, weight, None)
     x[2, 700], x[10, 3], x[6] = float("nan"), float("inf"), 0
@@ -141,6 +156,17 @@ def test_tokens_do_not_disturb_each_other(dtype: torch.dtype) -> None:
     assert torch.equal(y[others], before[others])
     assert not y[[2, 10]].isfinite().any()
     assert not y[6].any()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+def test_numbers_of_a_grid_keep_small_outputs_of_large_inputs(dtype: torch.dtype) -> None:
+    """Sums of numbers and of x nearly cancel where all of x is alike."""
+    weight = random_weight(4, 96, 4096, 128, offset=True, equal_steps=True)
+    x = (1000 + torch.randn(8, 4096, device=CUDA)).to(dtype)
+    y = _multiply(x, weight.to(CUDA).tiled(Order.GRID), None)
+    terms = reference_terms(weight, x)
+    assert ((y.double().cpu() - reference(weight, x, None)).abs() < RTOL[dtype] * terms).all()
 
 
 @pytest.mark.cuda

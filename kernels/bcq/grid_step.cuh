@@ -1,0 +1,129 @@
+// A tile of a warp in level_gemv.cu, of a weight in equal steps whose segments are wide: products of numbers,
+// whose sums meet step and offset once a segment.
+//
+//   sum_k x (step (2 c - 15) + offset) = step sum_k x (2 c + n) + (offset - step (15 + n)) sum_k x
+//
+// The bits of a number in a half word are a 16-bit float as they stand: of fp16 under a zero exponent, c 2^-23 from bit 1 and
+// c 2^-19 from bit 5 (n = 0), which have sums of their own; of bf16 under that of 128, 2 c + 128 (n = 128). So a pair costs
+// one logic instruction or two, and nothing is rounded before the sums.
+#pragma once
+#include "level_step.cuh"
+
+constexpr int kLeastSummed = 128;  // columns of a segment; sums of narrower ones would cost more than expanding levels
+
+template <int kSegment, int kTokens_, bool kAdds, int kDtype>
+struct GridProduct {
+    using Record = PairRecord<true>;
+    using Shape = StepShape<kGridPlanes, kSegment, 16, 1, 1>;
+    static constexpr int kScaleBits = 16, kTokens = kTokens_, kSets = kTokens / kProductTokens;
+    static constexpr int kTileSegments = Shape::kTileSegments, kTableBytes = 0;
+    static constexpr int kSumBytes = kTileSegments * kTokens * int(sizeof(float));
+    static constexpr int kSegmentWords = kWordsPerTileRow / kTileSegments;
+    static constexpr bool kRing = true, kHalf = kDtype == kFloat16;
+    // What sums of numbers from bit 1 count beside those from bit 5, and both in 2 c; the excess of n over 2 c - 15.
+    static constexpr float kLowUnit = kHalf ? 16 : 1, kUnit = kHalf ? 1 << 20 : 1, kExcess = kHalf ? 15 : 143;
+
+    uint32 vector, entry, quad;
+    uint4 codes[kGridPlanes];  // of the tile at hand
+    uint2 scales[kTileSegments];  // steps of rows g and g + 8, then offsets
+    float sums[kSets][4] = {};
+
+    __device__ __forceinline__ GridProduct(int lane, int, uint32)
+        : vector(pinned(lane * kVectorBytes)), entry(lane / kTileQuads * (kAdds ? 8 : 4)),
+          quad(lane % kTileQuads * 2 * sizeof(float)) {}
+
+    template <int kWarps>
+    static __device__ __forceinline__ void prepare(uint32 records, uint32 setBytes, int tiles, uint32 sums) {
+        sumSegments<Record, kSegment, kTokens, kWarps, kDtype>(records, setBytes, tiles, sums);
+        __syncthreads();
+    }
+
+    __device__ __forceinline__ void take(uint32 stage) {
+#pragma unroll
+        for (int i = 0; i < kGridPlanes; ++i) codes[i] = loadShared16(stage + vector + i * kWarpSize * kVectorBytes);
+        constexpr uint32 kGroupBytes = (kTileN / kLaneRows) * (kAdds ? 8 : 4);
+#pragma unroll
+        for (int segment = 0; segment < kTileSegments; ++segment) {
+            const uint32 from = stage + Shape::kSignBytes + segment * kGroupBytes + entry;
+            if constexpr (kAdds) scales[segment] = loadSharedWords(from);
+            else scales[segment].x = loadShared4(from);
+        }
+    }
+
+    // One word of one row: low, numbers from bit 1, of pairs 0 and 2; high, from bit 5, of pairs 1 and 3.
+    static __device__ __forceinline__ void expand(uint32 word, uint32 (&low)[2], uint32 (&high)[2]) {
+        const uint32 turned = __byte_perm(word, 0, kSwapBytes);
+        if constexpr (kHalf) {
+            low[0] = word & kLowCode, high[0] = word & kHighCode;
+            low[1] = turned & kLowCode, high[1] = turned & kHighCode;
+        } else {
+            low[0] = maskedOr(word, kLowCode, kBfloat), high[0] = maskedOr(word >> 4, kLowCode, kBfloat);
+            low[1] = maskedOr(turned, kLowCode, kBfloat), high[1] = maskedOr(turned >> 4, kLowCode, kBfloat);
+        }
+    }
+    __device__ __forceinline__ uint32 wordOf(int row, int half, int word) const {
+        const uint4& four = codes[word];
+        return row ? (half ? four.w : four.y) : (half ? four.z : four.x);
+    }
+
+    __device__ __forceinline__ void multiplyTile(uint32 place, uint32 setBytes, uint32 xSums) {
+        float low[kSets][4], high[kSets][4];
+#pragma unroll
+        for (int i = 0; i < kWordsPerTileRow; ++i) {
+            const int half = i / kChunkWords, word = i % kChunkWords;
+            uint32 upperLow[2], upperHigh[2], lowerLow[2], lowerHigh[2];
+            expand(wordOf(0, half, word), upperLow, upperHigh);
+            expand(wordOf(1, half, word), lowerLow, lowerHigh);
+#pragma unroll
+            for (int set = 0; set < kSets; ++set) {
+                const uint4 x = Record::load(place + set * setBytes, half, word);  // pairs 0, 2, 1, 3
+                const uint4 lowRows = make_uint4(upperLow[0], lowerLow[0], upperLow[1], lowerLow[1]);
+                const uint4 highRows = make_uint4(upperHigh[0], lowerHigh[0], upperHigh[1], lowerHigh[1]);
+                if (i % kSegmentWords == 0) {
+                    shortProduct16<kDtype>(low[set], lowRows, x.x, x.y);
+                    shortProduct16<kDtype>(high[set], highRows, x.z, x.w);
+                } else {
+                    shortMma16<kDtype>(low[set], lowRows, x.x, x.y);
+                    shortMma16<kDtype>(high[set], highRows, x.z, x.w);
+                }
+            }
+            if (i % kSegmentWords == kSegmentWords - 1) {
+                const int segment = i / kSegmentWords;
+                addSegment(low, high, segment, xSums + segment * kTokens * sizeof(float) + quad);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void addSegment(const float (&low)[kSets][4], const float (&high)[kSets][4], int segment,
+                                               uint32 xSums) {
+        float step[kLaneRows], rest[kLaneRows];
+#pragma unroll
+        for (int row = 0; row < kLaneRows; ++row) {
+            const uint32 shift = row * 16;
+            step[row] = halfToFloat(uint16(scales[segment].x >> shift));
+            rest[row] = kAdds ? fmaf(step[row], -kExcess, halfToFloat(uint16(scales[segment].y >> shift))) : step[row] * -kExcess;
+            step[row] *= kUnit;
+        }
+#pragma unroll
+        for (int set = 0; set < kSets; ++set) {
+            const float2 x = loadShared8(xSums + set * kProductTokens * sizeof(float));
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float numbers = fmaf(low[set][i], kLowUnit, high[set][i]);
+                sums[set][i] = fmaf(step[i / 2], numbers, fmaf(rest[i / 2], i % 2 ? x.y : x.x, sums[set][i]));
+            }
+        }
+    }
+
+    __device__ __forceinline__ void flush(float* target, int lane) { flushSums(sums, target, lane); }
+};
+
+// Which product a weight has.
+template <int kOrder, int kBits, int kSegment, int kScaleBits, int kTokens, bool kAdds, int kDtype>
+struct ProductFor {
+    using Type = LevelProduct<kOrder, kBits, kSegment, kScaleBits, kTokens, kAdds, kDtype>;
+};
+template <int kTokens, bool kAdds, int kDtype>
+struct ProductFor<kGridOrder, kGridPlanes, kLeastSummed, 16, kTokens, kAdds, kDtype> {
+    using Type = GridProduct<kLeastSummed, kTokens, kAdds, kDtype>;
+};
