@@ -10,8 +10,6 @@
 //                the same rows in turn; and one group that copies x
 //   item         a range of n tiles x a tile of kTokens tokens; token tiles fastest within bands of tokenBand, so that
 //                blocks that run together share weights and x in L2
-//   partners     two blocks of a cluster that take the same k tiles of the same tokens at a time, each with rows of its own:
-//                each copies half of x, to both. "Block" below is such a pair then, and a range that of one of them
 //   work         the first wholeItems items are dealt in rounds, one a block. The k tiles of the others stand in a row, of
 //                which every block takes an equal share: the end of one item and the beginning of the next, say
 //   sums         of phases are added in order. Of an item that several blocks share, the first block adds those of the
@@ -22,7 +20,6 @@
 #pragma once
 #include "arrange.cuh"
 #include "grid.cuh"
-#include "../shared/cluster.cuh"
 #include "../shared/epilogue.cuh"
 
 constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
@@ -50,13 +47,10 @@ struct GemmProblem {
     int scaleBits;           // 16, or 8
     int segments;            // of a k tile: 1, 2, 4 or 8
     int stages;              // of x
-    int rangeTiles, longRanges, ranges;  // n tiles of a range, one more in the first longRanges; ranges of each partner
+    int rangeTiles, longRanges, ranges;  // n tiles of a range, one more in the first longRanges; ranges
     int tokenTiles, tokenBand;
     int wholeItems;          // a multiple of the blocks, or all
     int activation;          // of activation.cuh, or kNoActivation; before the residual is added
-    int partners = 1;        // or 2, see above
-
-    __device__ __forceinline__ uint32 partner() const { return partners > 1 ? clusterRank() : 0; }
 };
 
 // What of y an item is.
@@ -71,8 +65,7 @@ __device__ __forceinline__ WorkItem workItem(const GemmProblem& p, int item) {
         range = within / height;
         tokenTile = band * p.tokenBand + within - range * height;
     }
-    const int own = range * p.partners + int(p.partner());
-    return {own * p.rangeTiles + min(own, p.longRanges), p.rangeTiles + (own < p.longRanges), tokenTile};
+    return {range * p.rangeTiles + min(range, p.longRanges), p.rangeTiles + (range < p.longRanges), tokenTile};
 }
 
 // What a block does without a break: k tiles of an item.
@@ -91,8 +84,7 @@ struct BlockWork {
 
     __device__ __forceinline__ explicit BlockWork(const GemmProblem& p) : kTiles((p.K + kTileK - 1) / kTileK) {
         asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));  // volatile: not kept
-        block >>= p.partners - 1;
-        blocks = gridDim.x >> (p.partners - 1);
+        blocks = gridDim.x;
         rounds = max(0, (p.wholeItems - block + blocks - 1) / blocks);
         shared = (p.ranges * p.tokenTiles - p.wholeItems) * kTiles;
         firstShared = shareStart(block), endShared = shareStart(block + 1);

@@ -27,15 +27,13 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     const uint32 barriers = (sharedAddress(dynamicShared) + kBarrierBytes - 1) & ~uint32(kBarrierBytes - 1);
     const uint32 stages = barriers + kBarrierBytes, rings = stages + p.stages * S::kStageBytes;
     const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0), lane = threadIdx.x % kWarpSize;
-    prepareBarriers<S, Products>(barriers, p.stages, p.partners);
-    if (p.partners > 1) meetCluster();  // what the partner's copies and arrivals find
-    else __syncthreads();
+    prepareBarriers<S, Products>(barriers, p.stages);
+    __syncthreads();
     allowNextKernel();
     if (warp >= S::kGroups * kGroupWarps) {
         Products::template registers<S::kGroups, false>();
         if (Products::copies(warp % kGroupWarps)) copyX<S, Products>(p, barriers);
         __syncwarp();
-        if (p.partners > 1) meetCluster();  // its copies have arrived here, and its arrivals
         return;
     }
 
@@ -77,5 +75,4 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
         if (index == 0) waitForPriorKernels();  // which may read y, write the residual or use the partials' memory
         finishSegment<S>(acc, p, own, segment.item, sums);
     }
-    if (p.partners > 1) meetCluster();
 }

@@ -20,7 +20,7 @@ struct WarpgroupProducts {
     static constexpr int kCopyArrivals = 1;
 
     // A stage of x is one bulk copy, or one of its tensor map for every panel: boxes of kTokens rows and kPanelK columns,
-    // 128-byte swizzle, zeros behind the rows and columns of x. Partners copy half of the rows each.
+    // 128-byte swizzle, zeros behind the rows and columns of x.
     struct Copies {
         uint32 stages;
         __device__ __forceinline__ explicit Copies(uint32 first) : stages(first) {}
@@ -34,18 +34,11 @@ struct WarpgroupProducts {
         __device__ __forceinline__ void rows(const GemmProblem& p, int token, int column, uint32 barrier, int stage,
                                              int) const {
             constexpr int kBytes = kTokens * kPanelRowBytes;
-            const uint32 to = stages + stage * kPanels * kBytes;
             barrierExpect(barrier, kPanels * kBytes);
-            if (p.partners > 1) {
-                const int row = clusterRank() * (kTokens / 2);
 #pragma unroll
-                for (int i = 0; i < kPanels; ++i) {
-                    copyBoxToPair(to + i * kBytes + row * kPanelRowBytes, p.x, column + i * kPanelK, token + row, barrier);
-                }
-                return;
+            for (int i = 0; i < kPanels; ++i) {
+                copyBox(stages + (stage * kPanels + i) * kBytes, p.x, column + i * kPanelK, token, barrier);
             }
-#pragma unroll
-            for (int i = 0; i < kPanels; ++i) copyBox(to + i * kBytes, p.x, column + i * kPanelK, token, barrier);
         }
     };
     static __device__ __forceinline__ bool copies(int warp) { return warp == 0 && electLane(); }

@@ -17,7 +17,7 @@ struct SharedItem {
     }
     // Of a block's sums: four of this thread, S::kConsumers vectors from its next four.
     __device__ __forceinline__ float4* of(const GemmProblem& p, const BlockWork& work, int block) const {
-        const int place = (block * kSharedItems + item - work.shareStart(block) / work.kTiles) * p.partners + p.partner();
+        const int place = block * kSharedItems + item - work.shareStart(block) / work.kTiles;
         return reinterpret_cast<float4*>(p.partials) + size_t(place) * (S::kTokens / 8) * S::kConsumers + threadIdx.x;
     }
     // By a block that is not the first.
@@ -28,18 +28,17 @@ struct SharedItem {
             __stcg(to + i * S::kConsumers, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
         }
         __syncwarp();
-        if (threadIdx.x % kWarpSize == 0) releaseCount(ready(p), counted());
+        if (threadIdx.x % kWarpSize == 0) releaseCount(p.ready + item, counted());
     }
-    __device__ __forceinline__ uint32* ready(const GemmProblem& p) const { return p.ready + item * p.partners + p.partner(); }
     // Warps that leave sums, and those that have seen that they are there: behind the last of these nobody reads the count.
     __device__ __forceinline__ uint32 counted() const { return (last - first + 1) * (S::kConsumers / kWarpSize); }
     // By the first block: its sums and those of the others, in order.
     __device__ __forceinline__ void collect(float* acc, const GemmProblem& p, const BlockWork& work) const {
         const uint32 left = counted() - S::kConsumers / kWarpSize;
-        while (acquireCount(ready(p)) < left) {
+        while (acquireCount(p.ready + item) < left) {
         }
         __syncwarp();
-        if (threadIdx.x % kWarpSize == 0) addToCount(ready(p), counted());
+        if (threadIdx.x % kWarpSize == 0) addToCount(p.ready + item, counted());
 #pragma unroll 1
         for (int block = first + 1; block <= last; ++block) {
             const float4* from = of(p, work, block);

@@ -49,8 +49,6 @@ _PANEL_ROW_BYTES = PANEL_K * _SHORT_BYTES
 TOKEN_BAND = 4  # tiles of tokens that blocks work on at once, for x and the weights to stay in L2
 _HALF_TILES = 2  # of a k tile: segments of as many or fewer do not change within them
 _SHARED_ITEMS = 2  # that a block has a share of, at most
-_LEAST_PAIRED = 128  # tokens of a tile from which on blocks copy x for each other; for fewer they take 1 % longer
-_FEW_TOKENS = 8  # of a tile, which is for no more: others would expand a weight twice
 _FEW_BITS = 4  # planes up to which shared memory carries the other shapes at any group size
 # (tokens, row groups, phases, slots) of an instance's tile, block and rings.
 _WARPGROUP_SHAPES = (
@@ -123,8 +121,7 @@ class GemmLayout:
 
     ranges: parts of N, each with the rows of a block. whole_items: of the ranges times the tiles of tokens, those that
     a block does by itself; the k tiles of the others are shared out evenly among all blocks. stages: of x.
-    shared_mem: bytes. partners: two where blocks in pairs take the same tokens, each with rows of its own, and copy x
-    for each other; a block is such a pair in all of the above but the bytes.
+    shared_mem: bytes.
     """
 
     shape: GemmShape
@@ -134,12 +131,6 @@ class GemmLayout:
     blocks: int
     stages: int
     shared_mem: int
-    partners: int = 1
-
-    @property
-    def grid(self) -> int:
-        """Blocks of the launch."""
-        return self.blocks * self.partners
 
     @property
     def shared_items(self) -> int:
@@ -150,12 +141,7 @@ class GemmLayout:
     def partial_floats(self) -> int:
         """Sums of shared items that blocks write to memory for each other."""
         consumers = self.shape.groups * GROUP_WARPS * WARP_THREADS
-        return self.grid * _SHARED_ITEMS * self.shape.tokens // 2 * consumers if self.shared_items else 0
-
-    @property
-    def box_rows(self) -> int:
-        """Rows of x that are copied at once: partners share a panel."""
-        return self.shape.tokens // self.partners
+        return self.blocks * _SHARED_ITEMS * self.shape.tokens // 2 * consumers if self.shared_items else 0
 
 
 @dataclass(frozen=True)
@@ -212,8 +198,7 @@ def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
         spilling = () if it.order == Order.GRID else _SPILLING.get((it.weight_bits, it.offsets_apart), ())
         known = tuple(numbers for numbers in _WARPGROUP_SHAPES if numbers not in spilling)
         known += () if it.weight_bits <= _FEW_BITS else _NARROW_SHAPES
-    shapes = (GemmShape(*numbers, warpgroups) for numbers in known)
-    return (shape for shape in shapes if shape.tokens > _FEW_TOKENS or it.tokens <= _FEW_TOKENS)
+    return (GemmShape(*numbers, warpgroups) for numbers in known)
 
 
 def whole_stages(shape: GemmShape, room: int) -> int:
@@ -227,9 +212,9 @@ def whole_stages(shape: GemmShape, room: int) -> int:
     return stages if stages > 1 else 0
 
 
-def _fitted(it: GemmProblem, shape: GemmShape, partners: int) -> Iterator[GemmLayout]:
+def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
     """Layouts with as many stages of x as there is room for: whole items alone, and those of the last round shared."""
-    ranges, token_tiles = ceil(it.n_tiles / (GROUP_WARPS * shape.row_groups * partners)), ceil(it.tokens / shape.tokens)
+    ranges, token_tiles = ceil(it.n_tiles / (GROUP_WARPS * shape.row_groups)), ceil(it.tokens / shape.tokens)
     warps = shape.groups * GROUP_WARPS
     rings, tables = warps * shape.slots * it.slot_bytes, warps * 2 * it.table_bytes
     sums = (shape.phases - 1) * shape.row_groups * GROUP_WARPS * TILE_N * shape.tokens * FLOAT_BYTES
@@ -239,27 +224,18 @@ def _fitted(it: GemmProblem, shape: GemmShape, partners: int) -> Iterator[GemmLa
     if not stages:
         return
     sizes = stages, 2 * GEMM_BARRIER_BYTES + own + stages * shape.stage_bytes
-    items, processors = ranges * token_tiles, it.gpu.processors // partners
-    yield GemmLayout(shape, ranges, token_tiles, items, min(items, processors), *sizes, partners)
+    items, processors = ranges * token_tiles, it.gpu.processors
+    yield GemmLayout(shape, ranges, token_tiles, items, min(items, processors), *sizes)
     whole = items // processors * processors
     even = processors // items * items  # blocks that have a share of one item each
     for blocks in dict.fromkeys((processors, even) if even > items else (processors,)):
         if whole < items and blocks <= (items - whole) * it.k_tiles:  # every block has a share
-            yield GemmLayout(shape, ranges, token_tiles, whole, blocks, *sizes, partners)
-
-
-def _partners(it: GemmProblem, shape: GemmShape) -> tuple[int, ...]:
-    """How many blocks may copy x for each other: two where it is copied by boxes, and there are rows for both."""
-    boxes = shape.warpgroups and it.order.for_batches and shape.tokens >= _LEAST_PAIRED
-    rows = it.n_tiles > GROUP_WARPS * shape.row_groups
-    return (1, 2) if boxes and rows and it.gpu.processors > 1 else (1,)
+            yield GemmLayout(shape, ranges, token_tiles, whole, blocks, *sizes)
 
 
 def gemm_layouts(it: GemmProblem) -> list[GemmLayout]:
     """The layouts that fit, the one expected to be fastest first."""
-    fitted = [
-        layout for shape in _shapes(it) for partners in _partners(it, shape) for layout in _fitted(it, shape, partners)
-    ]
+    fitted = [layout for shape in _shapes(it) for layout in _fitted(it, shape)]
     return sorted(fitted, key=lambda layout: cycles(it, layout))
 
 

@@ -37,14 +37,14 @@ class Costs:
     row_group: int
 
 
-# Planes: fitted to 343 times of layouts in 43 problems, in which the chosen layout took 1.5 % longer than the fastest
-# on average and 10 % at most. Codes: 60 problems, 1.6 % and 17 %. A grid: to 340 times in 42 problems, 1.6 % and 12 %.
+_PRODUCT = {8: 1, 16: 10, 32: 47, 64: 244, 128: 713, 256: 1992}
+# Planes and codes: fitted to 343 times of layouts in 43 problems, in which the chosen layout took 1.5 % longer than the
+# fastest on average and 10 % at most. A grid: to 340 times in 42 problems, 1.6 % and 12 %.
 _COSTS = {
-    Order.PLANES: Costs(391, 105, {8: 1, 16: 10, 32: 47, 64: 244, 128: 713, 256: 1992}, 850, 35, 6943, 0, 157, 19),
-    Order.CODES: Costs(473, 83, {8: 3, 16: 5, 32: 46, 64: 217, 128: 717, 256: 1644}, 386, 65, 6419, 5, 250, 9),
+    Order.PLANES: Costs(391, 105, _PRODUCT, 850, 35, 6943, 0, 157, 19),
+    Order.CODES: Costs(391, 75, _PRODUCT, 850, 35, 6943, 0, 157, 19),
     Order.GRID: Costs(607, 0, {8: 24, 16: 0, 32: 91, 64: 321, 128: 758, 256: 1500}, 1510, 302, 4918, 4, 229, 30),
 }
-_PAIRED = {128: 0.98, 256: 0.97}  # what blocks that copy x for each other take of the time of others, by tokens
 
 
 def cycles(it: GemmProblem, layout: GemmLayout) -> float:
@@ -52,12 +52,11 @@ def cycles(it: GemmProblem, layout: GemmLayout) -> float:
     shape, phases, costs = layout.shape, layout.shape.phases, _COSTS[it.order]
     rounds = ceil(layout.whole_items / layout.blocks)
     tiles = rounds * it.k_tiles + ceil(layout.shared_items * it.k_tiles / layout.blocks)
-    busy_groups = phases * ceil(it.n_tiles / (layout.ranges * layout.partners * _GROUP_WARPS))
+    busy_groups = phases * ceil(it.n_tiles / (layout.ranges * _GROUP_WARPS))
     tile = costs.expand + it.weight_bits * costs.plane + costs.product[shape.tokens]
     step = max(busy_groups * tile, costs.latency + tile / 2, phases * shape.tokens * TILE_K * 2 / costs.x_bytes)
     shared = layout.shared_items and (1 if layout.blocks % layout.shared_items == 0 else 2)  # segments of a block
     others = max(0.0, layout.blocks / layout.shared_items - 1) if layout.shared_items else 0.0
     sums = ((rounds + shared) * costs.row_group + others * costs.collect) * shape.tokens * shape.row_groups
     sums += costs.shared * shared + (phases - 1) * costs.phase
-    alone = ceil(tiles / phases) * step + sums
-    return alone if layout.partners == 1 else alone * _PAIRED[shape.tokens]
+    return ceil(tiles / phases) * step + sums

@@ -26,6 +26,7 @@ from quantkit.ops.bcq.gemm import (
     VECTOR_VALUES,
     GemmLayout,
     GemmProblem,
+    GemmShape,
     arrange_launch,
     gemm_unit,
     is_vectors,
@@ -71,19 +72,18 @@ def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) 
     multiply = Launch(
         plan.unit,
         x.device,
-        grid=(plan.layout.grid,),
+        grid=(plan.layout.blocks,),
         block=plan.layout.shape.threads,
         args={
             **weight_args(weight),
             **product.epilogue_args(),
             **plan.args,
-            **(_rows(x, plan.layout) if weight.order.for_batches else {"x": arranged, "xMap": None}),
+            **(_rows(x, plan.layout.shape) if weight.order.for_batches else {"x": arranged, "xMap": None}),
             "partials": Within(work, plan.partials),
-            "ready": zero_counts(plan.layout.shared_items * plan.layout.partners, x.device),
+            "ready": zero_counts(plan.layout.shared_items, x.device),
         },
         shared_mem=plan.layout.shared_mem,
         overlap=product.weights_ready,
-        cluster=plan.layout.partners,
     )
     if weight.order.for_batches:
         return (multiply,)
@@ -98,13 +98,13 @@ def gemm(product: Product, layout: GemmLayout | None = None) -> Tensor:
     return product.y
 
 
-def _rows(x: Tensor, layout: GemmLayout) -> dict[str, Argument]:
+def _rows(x: Tensor, shape: GemmShape) -> dict[str, Argument]:
     """x as the order for batches takes it: rows of aligned vectors, with zeros behind them where x has others."""
     if not is_vectors(x):
         x = pad(x, (0, -x.shape[1] % VECTOR_VALUES)) if x.shape[1] % VECTOR_VALUES else x.clone()
     columns = {"K": x.shape[1]}
-    if layout.shape.warpgroups:
-        return {"x": None, "xMap": TensorMap(x, layout.box_rows, PANEL_K), **columns}
+    if shape.warpgroups:
+        return {"x": None, "xMap": TensorMap(x, shape.tokens, PANEL_K), **columns}
     return {"x": x, "xMap": None, **columns}
 
 
@@ -118,7 +118,7 @@ def _problem(sizes: BcqSizes, tokens: int, gpu: Gpu) -> GemmProblem:
 def _plan(sizes: BcqSizes, tokens: int, dtype: torch.dtype, gpu: Gpu, layout: GemmLayout | None) -> _Plan:
     it = _problem(sizes, tokens, gpu)
     layout = layout or plan_gemm(it)
-    range_tiles, long_ranges = divmod(it.n_tiles, layout.ranges * layout.partners)
+    range_tiles, long_ranges = divmod(it.n_tiles, layout.ranges)
     args: dict[str, Argument] = {
         "groupMagic": group_magic(sizes.group_size, sizes.in_features, TILE_K // it.segments),
         "scaleBits": it.scale_bits,
@@ -130,7 +130,6 @@ def _plan(sizes: BcqSizes, tokens: int, dtype: torch.dtype, gpu: Gpu, layout: Ge
         "tokenTiles": layout.token_tiles,
         "tokenBand": TOKEN_BAND,
         "wholeItems": layout.whole_items,
-        "partners": layout.partners,
     }
     arranged = (
         0 if it.order.for_batches else layout.token_tiles * layout.shape.tokens * it.k_tiles * TILE_K * dtype.itemsize
