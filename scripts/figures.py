@@ -64,6 +64,8 @@ SERIES = (
     Series("hqq", ("hqq-",), "#e6550d", "^"),
     Series("GPTQModel 7.7", ("gptq:",), "#41ab5d", "x"),
     Series("HQQ 0.2.8", ("hqq:",), "#e6550d", "+"),
+    Series("searched plans", ("search:",), "#6a51a3", "P"),
+    Series("searched plans, tuned", ("searched-",), "#dd1c77", "*"),
 )
 
 
@@ -86,6 +88,8 @@ def quality_points(model: str) -> dict[str, list[tuple[float, float]]]:
     own, peers = read(f"quality-{model}.json")["rows"], read("quality-peers.json")["rows"]
     named = [(row["recipe"].partition("+")[0], row) for row in own]
     named += [(row["peer"], row) for row in peers if row["model"] == model]
+    if (RESULTS / f"searched-{model}.json").exists():
+        named += [(row["recipe"], row) for row in _plans(model)]
     points: dict[str, list[tuple[float, float]]] = {"original": [(16.0, named[0][1]["evaluation"]["perplexity"])]}
     for series in SERIES:
         found = [
@@ -95,6 +99,17 @@ def quality_points(model: str) -> dict[str, list[tuple[float, float]]]:
         ]
         points[series.label] = sorted(found)
     return points
+
+
+def _plans(model: str) -> list[dict[str, Any]]:
+    """The rows of searched plans, and of the same tuned, their codes in the blocks alone; the first text's numbers."""
+    plain = [row for row in read(f"searched-{model}.json")["rows"] if row["recipe"].startswith("search:")]
+    tuned = [row for row in read(f"tuned-searched-{model}.json")["rows"] if row["recipe"].startswith("searched-")]
+    return plain + [
+        {**row, "evaluation": row["evaluations"][0]}
+        for row in tuned
+        if row["tuning"] and not row["tuning"]["settings"]["codes"]
+    ]
 
 
 def serving_lines(results: Mapping[str, Any]) -> dict[str, list[tuple[int, float]]]:
@@ -182,7 +197,7 @@ def save(figure: Any, panels: Sequence[Axes], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
-    figure.savefig(path, dpi=DPI, metadata={"Software": None})
+    figure.savefig(path, dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
     plt.close(figure)
 
 

@@ -11,10 +11,13 @@ from quantkit.report.figures import FigureSpec
 
 Document = Mapping[str, Any]
 
-_SIZES = re.compile(r"-?[wq]\d+|-g\d+|\+group_size=-?\d+|:\d+(?:\.\d+)?")
+_SIZES = re.compile(  # but for the bits of activations: "-w4a8" leaves "-a8"
+    r"(?<=-)w\d+(?=a\d)|-?[wq]\d+(?!\d*a\d)|-\dbit\b|-g\d+|\+(?:group_size|weight_bits)=-?\d+|:\d+(?:\.\d+)?"
+)
 COLUMNS = ("recipe", "bits/weight", "MB", "perplexity", "device")
 _PLAIN_COLORS = 10
 _STORED_BITS = 16  # what compression ratios are stated against
+_HIGHEST = 4  # times the original's perplexity; what is above would hide how the others differ
 
 
 @dataclass(frozen=True)
@@ -64,28 +67,31 @@ def quality_figure(model: str, rows: Sequence[Measured]) -> FigureSpec:
     return FigureSpec(
         f"Perplexity against compression ratio ({model})",
         "Ratio of 16 bits to the bits per weight of the quantized layers, scales and offsets counted; rows that differ "
-        "in bits and group size alone are joined. The dotted line is the original.",
+        "in bits and group size alone are joined, and plans of a search. The dotted line is the original; what is "
+        f"above {_HIGHEST} times its perplexity stands in the table alone.",
         lambda axes: _draw(axes, rows),
-        height=6.4,
+        height=8.4,
     )
 
 
 def _draw(axes: Any, rows: Sequence[Measured]) -> None:
-    families: dict[str, list[tuple[float, float]]] = {}
+    originals = {row.perplexity for row in rows if row.bits_per_weight is None}
+    for perplexity in originals:
+        axes.axhline(perplexity, color="black", linewidth=0.8, linestyle=":")
+    highest = _HIGHEST * min(originals, default=float("inf"))
+    families: dict[str, set[tuple[float, float]]] = {}
     for row in rows:
-        if row.bits_per_weight is None:
-            axes.axhline(row.perplexity, color="black", linewidth=0.8, linestyle=":")
-        else:
-            families.setdefault(row.family, []).append((_STORED_BITS / row.bits_per_weight, row.perplexity))
+        if row.bits_per_weight is not None and row.perplexity <= highest:
+            families.setdefault(row.family, set()).add((_STORED_BITS / row.bits_per_weight, row.perplexity))
     from matplotlib import colormaps
 
     colors = colormaps["tab20" if len(families) > _PLAIN_COLORS else "tab10"]
     axes.set_prop_cycle(color=[colors(i) for i in range(colors.N)])
     for family, points in families.items():
-        style = "s--" if "(peer)" in family else "o-"
-        axes.plot(*zip(*sorted(points), strict=True), style, markersize=4, linewidth=1, label=family)
+        style, size = ("s--", 4) if "(peer)" in family else ("k*-", 8) if family == "search" else ("o-", 4)
+        axes.plot(*zip(*sorted(points), strict=True), style, markersize=size, linewidth=1, label=family)
     axes.set(xlabel="compression ratio", ylabel="perplexity", yscale="log")
     axes.yaxis.set_major_formatter("{x:g}")  # 40, not 4 x 10^1
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)

@@ -128,6 +128,32 @@ def test_recipes_of_one_family_are_joined() -> None:
     assert list(drawn["bcq"].get_ydata()) == [25.0, 27.5, 29.0]
 
 
+def test_names_without_sizes_keep_the_bits_of_activations_and_far_points_stay_in_the_table() -> None:
+    from matplotlib.figure import Figure
+
+    from quantkit.report.quality import Measured, quality_figure
+
+    def row(name: str, perplexity: float, bits: float | None = 4.0) -> Measured:
+        return Measured(name, bits, None, perplexity, None, "cpu")
+
+    families = {
+        "best-3bit": "best",
+        "best-2bit+group_size=96": "best",
+        "hqq-w3-g128+weight_bits=2+group_size=64+scale_bits=8": "hqq+scale_bits=8",
+        "bcq-w3-g64-s8-comp": "bcq-s8-comp",
+        "bipolar-w4a8": "bipolar-a8",
+        "nuqmm-q3-g128": "nuqmm",
+        "search:2.296": "search",
+        "gptq:3:128 (peer)": "gptq (peer)",
+    }
+    assert {name: row(name, 1.0).family for name in families} == families
+    axes = Figure().subplots()
+    rows = [row("original", 24.0, None), row("bcq-w4-g128", 25.0), row("bcq-w1-g128", 2000.0), row("rtn-w1-g128", 99.0)]
+    quality_figure("tiny", rows).draw(axes)
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines[1:]}
+    assert drawn == {"bcq": [25.0]}
+
+
 @pytest.mark.parametrize(
     ("out", "plot", "message"),
     [

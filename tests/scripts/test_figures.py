@@ -40,6 +40,13 @@ def test_quality_tells_compensated_recipes_and_peers_apart() -> None:
     assert by_bits["HQQ 0.2.8"][3.25] == pytest.approx(30.499, abs=1e-3)
 
 
+def test_quality_has_searched_plans_where_they_were_measured() -> None:
+    points = figures.quality_points("wiki-opt-34m")
+    assert dict(points["searched plans"])[2.5] == pytest.approx(29.405, abs=1e-3)
+    assert dict(points["searched plans, tuned"])[2.5] == pytest.approx(27.649, abs=2e-3)  # not with codes
+    assert figures.quality_points("smollm2-135m")["searched plans"] == []
+
+
 def test_pictures_are_drawn_and_stay_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "OUT", tmp_path / "img")
     figures.main()
