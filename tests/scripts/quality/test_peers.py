@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ import torch
 from quantkit.models.families import block_linears, linear_weight
 from quantkit.models.loading import load_model
 from scripts.common import run_script
-from scripts.quality import peers
+from scripts.quality import peers, table
+from scripts.quality.peer_quantizers import Peer, Quantized, Setting, grouped
 from tests.cli.calls import run
 
 GROUP_BITS = 20
@@ -32,20 +32,22 @@ def test_weights_of_the_peer_are_evaluated(
     assert run(*calibrate, "--out", str(artifact)).exit_code == 0
     evaluated = {}
 
-    def halved(folder: str, windows: torch.Tensor, _setting: Any, _device: str) -> dict[str, torch.Tensor]:
+    def halved(folder: str, windows: torch.Tensor, setting: Setting, _device: str) -> Quantized:
         assert windows.shape == (2, 16)
         loaded, _ = load_model(folder)
-        return {name: linear_weight(module).detach() / 2 for name, module in block_linears(loaded).items()}
+        weights = {name: linear_weight(module).detach() / 2 for name, module in block_linears(loaded).items()}
+        return grouped(weights, setting, GROUP_BITS)
 
     def evaluate(*command: str) -> None:
-        loaded, _tokenizer = load_model(command[2])
+        loaded, _tokenizer = load_model(command[2 if command[1] == "perplexity" else 3])
         evaluated.update({name: linear_weight(module) for name, module in block_linears(loaded).items()})
         assert run(*command).exit_code == 0
 
-    monkeypatch.setattr(peers, "run_quantkit", evaluate)
-    monkeypatch.setattr(peers, "PEERS", {"half": peers.Peer("torch", halved, lambda bits: GROUP_BITS, "w / 2")})
+    monkeypatch.setattr(table, "run_quantkit", evaluate)
+    monkeypatch.setattr(peers, "PEERS", {"half": Peer("torch", "torch", halved, "w / 2")})
     arguments = [model, "--name", "tiny", "--text", str(text_file), "--calibration", str(artifact)]
-    arguments += ["--peers", "half:3:48", "--seq-len", "16", "--max-windows", "2", "--json", str(document)]
+    arguments += ["--peers", "half:3:48", "--seq-len", "16", "--max-windows", "2", "--divergence"]
+    arguments += ["--json", str(document)]
     monkeypatch.setattr(sys, "argv", ["peers.py", *arguments])
     peers.main()
     original = block_linears(load_model(model)[0])
@@ -57,20 +59,43 @@ def test_weights_of_the_peer_are_evaluated(
     stored = sum(n * (3 * k + GROUP_BITS * -(-k // 48)) for n, k in shapes)
     assert row["bits_per_weight"] == pytest.approx(stored / sum(n * k for n, k in shapes))
     assert (row["model"], row["peer"], row["environment"]["device"]) == ("tiny", "half:3:48", "cpu")
+    assert row["calibration_windows"] == 2
+    assert row["divergence"]["mean_kl"] > 0
+    assert str(tmp_path) not in json.dumps(row)  # a reader's command, not this machine's folders
     assert "| tiny | half:3:48 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
+    ("text", "setting"),
+    [("gptq:4:128", Setting("gptq", 4, 128)), ("exl3:2.5", Setting("exl3", 2.5, 0))],
+    ids=["groups", "half-a-bit"],
+)
+def test_a_setting_reads_as_it_is_written(text: str, setting: Setting) -> None:
+    assert peers.setting_of(text) == setting
+    assert setting.label == text
+
+
+def test_rows_of_before_windows_were_noted_are_of_32() -> None:
+    row = {"model": "m", "peer": "gptq:4:128"}
+    assert peers.key_of(row) == peers.key_of(row | {"calibration_windows": 32})
+    assert peers.key_of(row) != peers.key_of(row | {"calibration_windows": 128})
+
+
+@pytest.mark.parametrize(
     ("peer", "message"),
-    [("gptk", "did you mean 'gptq'"), ("gptq", "pip install gptqmodel")],
-    ids=["unknown", "not-installed"],
+    [
+        ("gptk:4:128", "did you mean 'gptq'"),
+        ("gptq:4:128", "pip install gptqmodel"),
+        ("gptq", "expected NAME:BITS:GROUP"),
+    ],
+    ids=["unknown", "not-installed", "no-bits"],
 )
 def test_a_peer_that_cannot_run_is_named_in_one_line(
     peer: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is loaded: neither model nor text exists."""
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    arguments = ["no-model", "--text", "no-text", "--calibration", "no-artifact", "--peers", f"{peer}:4:128"]
+    arguments = ["no-model", "--text", "no-text", "--calibration", "no-artifact", "--peers", peer]
     monkeypatch.setattr(sys, "argv", ["peers.py", *arguments, "--json", str(tmp_path / "p.json")])
     with pytest.raises(SystemExit) as ended:
         run_script(peers.main)
