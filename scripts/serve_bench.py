@@ -273,7 +273,7 @@ def _print(key: str, result: Any) -> None:
 def tables(results: Mapping[str, Any]) -> str:
     """ms per step by batch; then first tokens, weights and energy, and communication where it was measured."""
     good = {key: result for key, result in results.items() if "error" not in result}
-    batches = list(dict.fromkeys(batch for result in good.values() for batch in result["ms_per_step"]))
+    batches = sorted({batch for result in good.values() for batch in result["ms_per_step"]}, key=int)
     steps = [[key, *(_cell(result["ms_per_step"].get(batch)) for batch in batches)] for key, result in good.items()]
     found = [markdown_table(["ms per step", *(f"batch {batch}" for batch in batches)], steps, left=1)]
     firsts = list(dict.fromkeys(first for result in good.values() for first in result["first_token_ms"]))
