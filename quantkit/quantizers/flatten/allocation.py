@@ -1,4 +1,4 @@
-"""Choosing both thresholds of a layer by what their extra columns save in rounding error."""
+"""Choosing both thresholds of a layer by what their extra columns, or clamped values, save in rounding error."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from quantkit.quantizers.flatten.slicing import (
     Operands,
     Split,
     extended_columns,
+    most_slices,
+    output_error,
     relative_error,
     split_channels,
 )
@@ -44,3 +46,29 @@ def priced_splits(operands: Operands, acts: Split, weights: Split, price: float,
             if columns <= max_extended and cost < least:
                 best, least = Limited(a, w, act_step, weight_step), cost
     return best
+
+
+# Ranges tried when values may be clamped, as shares of the input's largest value.
+_KEPT = tuple(2.0 ** (-i / 4) for i in range(25))
+
+
+def clipped_splits(operands: Operands, weights: Split, price: float, max_extended: int) -> tuple[Split, Split]:
+    """The splits of least output error on the sample where values beyond the input's slices may be clamped.
+
+    price: as in priced_splits.
+    weights: the split at the recipe's own threshold. Tried are thresholds from the input's largest value down, the
+    channels that need most slices capped within ``max_extended`` extra columns, and the weight cut or in one piece.
+    Every token counts alike. That is wrong of tokens on which attention parks, which limit_columns therefore weighs by
+    what they cost others; a prefix takes those away.
+    """
+    reach, whole = operands.act_absmax.max().item(), operands.weight.abs().amax(dim=0)
+    best, least = None, float("inf")
+    for w in (split_channels(whole, float("inf"), weights.bits), weights):
+        for kept in _KEPT:
+            a = most_slices(split_channels(operands.act_absmax, reach * kept, w.bits), w, max_extended)
+            if a is None:
+                continue
+            cost = output_error(operands, a, w) ** 0.5 + price * extended_columns(a, w) / whole.numel()
+            if cost < least:
+                best, least = (a, w), cost
+    return best or (split_channels(operands.act_absmax, float("inf"), weights.bits), weights)
