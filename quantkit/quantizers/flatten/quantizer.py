@@ -50,12 +50,14 @@ class FlattenSettings:
     flatten: cut outlier channels over extra columns; false: plain per-tensor absmax quantization.
     smoothing: sigmoid (Eq 5), smoothquant (Xiao et al. 2023) or none. smoothing_strength: alpha.
     smooth_unfed: also smooth, at run time, layers that no norm or linear feeds; false leaves them alone.
-    smooth_linears: fold into feeding linears too, not only into norms.
+    smooth_linears: fold into feeding linears too, not only into norms. bound_linears: s never makes the largest weight
+        of such a linear larger, as its own codes have one scale.
     threshold_multiplier: beta, Eq 7. outlier_clip: the boxplot of Eq 6.
     max_flatten_ratio: extra columns per input channel at most; above it thresholds are raised or tails clamped, by
         calibration error.
     column_price: choose both thresholds, as multiples of Eq 7's, by the root of the output error plus this much per
         extra column (K of them count as 1); 0: the thresholds of Eq 7 as they are.
+    few_columns: also try thresholds so far above Eq 7's that a single channel is cut; for a high column_price.
     cover_vocabulary: slices reach as far as any token of the vocabulary did, not only the calibration text.
     headroom: they reach this many times as far.
     clip: choose the input's threshold and slices by the output error on the calibration sample, clamp what is beyond;
@@ -71,10 +73,12 @@ class FlattenSettings:
     smoothing_strength: float = 0.5
     smooth_unfed: bool = True
     smooth_linears: bool = True
+    bound_linears: bool = False
     threshold_multiplier: float = 1.3
     outlier_clip: bool = True
     max_flatten_ratio: float = 1.0
     column_price: float = 0.0
+    few_columns: bool = False
     cover_vocabulary: bool = False
     headroom: float = 1.0
     clip: bool = False
@@ -196,7 +200,8 @@ def _within_columns(operands: Operands, acts: Split, weights: Split, settings: F
     """The splits by the recipe's price, or those within its limit; None where the given ones stand."""
     allowed = _most_columns(operands, settings)
     if settings.flatten and settings.column_price:
-        priced = priced_splits(operands, acts, weights, settings.column_price, allowed)
+        price, far = settings.column_price, settings.few_columns
+        priced = priced_splits(operands, acts, weights, price, allowed, far=far)
         if priced is not None:
             return priced
     return limit_columns(operands, acts, weights, allowed) if extended_columns(acts, weights) > allowed else None

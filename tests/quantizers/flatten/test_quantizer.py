@@ -301,3 +301,14 @@ def test_clip_keeps_within_the_columns_allowed() -> None:
     sliced = quantize(layer, settings)
     assert 0 < sliced.report["flatten_ratio"] <= settings.max_flatten_ratio
     assert sliced.report["output_error"] < quantize(layer, replace(W8A8, clip=True)).report["output_error"]
+
+
+def test_few_columns_cut_the_one_channel_that_stands_out() -> None:
+    """One spiky channel among forty: thresholds near the mean of the maxima would cut many, or none is affordable."""
+    layer = _spiky_layer()
+    settings = FlattenSettings(smoothing="none", column_price=1.0, max_flatten_ratio=0.25)
+    near, far = (quantize(layer, replace(settings, few_columns=few)) for few in (False, True))
+    assert far.report["extended_channels"] <= 0.25 * layer.weight.shape[1]
+    assert far.report["clip_rate"] == 0
+    assert far.report["output_error"] < 0.5 * quantize(layer, W8A8).report["output_error"]
+    assert far.report["output_error"] <= near.report["output_error"]
