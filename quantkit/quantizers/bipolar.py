@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import StatsError
+from quantkit.errors import RecipeError, StatsError
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.bcq import group_count, group_width
 from quantkit.formats.bipolar import (
@@ -32,7 +32,7 @@ from quantkit.formats.hadamard import block_width, rotate, unrotate
 from quantkit.formats.planes import pack_codes
 from quantkit.quantizers.base import LayerInput, error_report
 from quantkit.quantizers.bcq.groups import SMALLEST_SCALE
-from quantkit.quantizers.gptq import GptqOptions, gptq
+from quantkit.quantizers.gptq import GptqOptions, InverseFactor, gptq, inverse_factor
 from quantkit.quantizers.rotated_inputs import rotated_inputs
 
 # Clip ranges tried, as fractions of absmax: powers of two first, then finer ones around the best.
@@ -46,7 +46,8 @@ class BipolarSettings:
 
     act_granularity: per_token (dynamic) or per_tensor (static). search: choose clip ranges on the calibration
     sample; without it the range is absmax. rotate: fold a Hadamard rotation of the residual stream into the weights
-    first (Llama family). gptq, damping: round column by column, each error moved to the columns that follow.
+    first (Llama family). gptq, damping: round column by column, each error moved to the columns that follow. act_order:
+    for gptq, columns of large inputs first, and each range by what that leaves of a column's error (search: true).
     act_zero: a zero point per token, so that one-sided ranges use all codes. rotate_inputs: rotate each Linear's input
     by Hadamard blocks before it is quantized (formats/hadamard.py); any family.
     """
@@ -59,12 +60,15 @@ class BipolarSettings:
     rotate: bool = False
     gptq: bool = False
     damping: float = 0.01
+    act_order: bool = False
     act_zero: bool = False
     rotate_inputs: bool = False
 
     def __post_init__(self) -> None:
         self.spec()
         GptqOptions(self.damping)
+        if self.act_order and not self.gptq:
+            raise RecipeError("act_order is the order of GPTQ's columns; set gptq=true")
 
     def spec(self) -> BipolarSpec:
         """The format these settings write; raises RecipeError on impossible values."""
@@ -106,9 +110,10 @@ def quantize(layer: LayerInput, settings: BipolarSettings) -> PackedWeight:
     if settings.rotate_inputs:
         layer, sample = rotated_inputs(layer), None if sample is None else rotate(sample)
         absmax = None if sample is None or not sample.numel() else sample.abs().max()
-    scales = weight_scales(layer.weight, sample, settings)
+    solve = _solve_of(layer, settings) if settings.gptq else None
+    scales = weight_scales(layer.weight, sample, settings, None if solve is None else solve.importance)
     spread = scales.float().repeat_interleave(group_width(settings.group_size, shape[1]), dim=1)[:, : shape[1]]
-    target = _compensated(layer, spread, settings) if settings.gptq else layer.weight
+    target = layer.weight if solve is None else _compensated(layer.weight, spread, solve, settings)
     codes = nearest_codes(target, spread, settings.weight_bits)
     tensors = {"bit_planes": pack_codes(codes, settings.weight_bits), "scales": scales}
     dequantized = dequantize_bipolar(tensors["bit_planes"], scales, shape[1], settings.group_size)
@@ -122,11 +127,13 @@ def quantize(layer: LayerInput, settings: BipolarSettings) -> PackedWeight:
     return PackedWeight(spec, shape, tensors, report)
 
 
-def weight_scales(weight: Tensor, sample: Tensor | None, settings: BipolarSettings) -> Tensor:
+def weight_scales(
+    weight: Tensor, sample: Tensor | None, settings: BipolarSettings, importance: Tensor | None = None
+) -> Tensor:
     """Scales [N, G] fp16 of weight [N, K]: per row and group, the range with the least squared output error.
 
     sample: [R, K] inputs of the layer, or None (then every input counts the same). The error of a group is that of
-    its own contribution to the output.
+    its own contribution to the output. importance: [K], of a squared error of each column, in place of the sample.
     """
     rows, columns = weight.shape
     width = group_width(settings.group_size, columns)
@@ -134,7 +141,8 @@ def weight_scales(weight: Tensor, sample: Tensor | None, settings: BipolarSettin
     for group, start in enumerate(range(0, columns, width)):
         part = weight[:, start : start + width]
         inputs = None if sample is None else sample[:, start : start + width]
-        scales[:, group] = _group_scale(part, inputs, settings)
+        weighed = None if importance is None else importance[start : start + width]
+        scales[:, group] = _group_scale(part, inputs, weighed, settings)
     return scales
 
 
@@ -156,21 +164,51 @@ def activation_clip(weight: Tensor, sample: Tensor, absmax: Tensor, settings: Bi
     return (full * fraction).float().cpu(), error(fraction.to(sample)).item() / norm if norm else 0.0
 
 
-def _compensated(layer: LayerInput, step: Tensor, settings: BipolarSettings) -> Tensor:
-    """The weight after GPTQ on the fixed grid of ``step`` [N, K]: every value is a code's value times its step."""
+@dataclass(frozen=True)
+class _Solve:
+    """How GPTQ goes through the columns. order: [K]. factor: of the inverse Hessian, in order.
+
+    importance: [K] fp32, 1 / U[k, k]^2: what a squared error of column k still costs after the columns behind it have
+    made up for it, which is the loss that GPTQ adds up; None where ranges go by the sample.
+    """
+
+    order: Tensor
+    factor: InverseFactor
+    importance: Tensor | None
+
+
+def _solve_of(layer: LayerInput, settings: BipolarSettings) -> _Solve:
+    """Raises StatsError naming the layer where its Hessian cannot be factored."""
     assert layer.hessian is not None
-
-    def round_column(column: int, values: Tensor) -> Tensor:
-        codes = nearest_codes(values, step[:, column], settings.weight_bits)
-        return codes_to_values(codes, settings.weight_bits).float() * step[:, column]
-
+    columns = len(layer.hessian)
+    order = torch.arange(columns, device=layer.hessian.device)
+    if settings.act_order:
+        order = torch.argsort(layer.hessian.diagonal(), descending=True, stable=True)
     try:
-        return gptq(layer.weight, layer.hessian, round_column, options=GptqOptions(settings.damping)).weight
+        factor = inverse_factor(layer.hessian[order][:, order], settings.damping)
     except StatsError as error:
         raise StatsError(f"{layer.name}: {error}") from error
+    importance = torch.empty_like(factor.upper[0])
+    importance[order] = factor.upper.diagonal().square().reciprocal()
+    return _Solve(order, factor, importance if settings.act_order else None)
 
 
-def _group_scale(part: Tensor, inputs: Tensor | None, settings: BipolarSettings) -> Tensor:
+def _compensated(weight: Tensor, step: Tensor, solve: _Solve, settings: BipolarSettings) -> Tensor:
+    """The weight after GPTQ on the fixed grid of ``step`` [N, K]: every value is a code's value times its step."""
+    order = solve.order.tolist()
+
+    def round_column(place: int, values: Tensor) -> Tensor:
+        column = step[:, order[place]]
+        codes = nearest_codes(values, column, settings.weight_bits)
+        return codes_to_values(codes, settings.weight_bits).float() * column
+
+    found = gptq(weight[:, solve.order], solve.factor, round_column, options=GptqOptions(settings.damping))
+    target = torch.empty_like(weight)
+    target[:, solve.order] = found.weight
+    return target
+
+
+def _group_scale(part: Tensor, inputs: Tensor | None, importance: Tensor | None, settings: BipolarSettings) -> Tensor:
     """fp16 scale [N] of one group of columns, weight [N, g]."""
     absmax = part.abs().amax(dim=1)
 
@@ -182,6 +220,8 @@ def _group_scale(part: Tensor, inputs: Tensor | None, settings: BipolarSettings)
         step = scale(fraction).float()[:, None]
         codes = nearest_codes(part, step, settings.weight_bits)
         difference = codes_to_values(codes, settings.weight_bits).float() * step - part
+        if importance is not None:
+            return difference.square() @ importance
         return (difference if inputs is None else difference @ inputs.T).square().sum(dim=1)
 
     return scale(_search(error, torch.ones_like(absmax)) if settings.search else torch.ones_like(absmax))

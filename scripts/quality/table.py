@@ -3,9 +3,10 @@
 python scripts/quality/table.py MODEL --text wiki.test.jsonl --calibration-text c4.txt --recipes bcq-w4-g128,...
     --seq-len 2048 --max-windows 8 --json docs/results/quality-MODEL.json
 
-A recipe may carry settings: bcq-w4-g128+group_size=64. Without --calibration-text the recipes, which then need none,
-are quantized without calibration. Rows already in the JSON file are kept, so an interrupted run goes on where it
-stopped, or on another machine: each row says where it was measured. Prints a Markdown table.
+A recipe may carry settings: bcq-w4-g128+group_size=64; one with prefix=auto takes a calibration behind one. Without
+--calibration-text the recipes, which then need none, are quantized without calibration. Rows already in the JSON file
+are kept, so an interrupted run goes on where it stopped, or on another machine: each row says where it was measured.
+Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.summary import summarize
 from scripts.common import environment_of, markdown_table, read_document, run_quantkit, run_script, write_document
 
 CALIBRATION_SEQ_LEN = 512
-ARTIFACT = "c.safetensors"
+ARTIFACT, PREFIX_ARTIFACT = "c.safetensors", "c-prefix.safetensors"
+_PREFIX = "prefix=auto"
 _COLUMNS = ("recipe", "bits/weight", "MB", "perplexity", "quantize s")
 
 
@@ -41,12 +44,14 @@ def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict
         out = ["--out", evaluated, "--json", f"{evaluated}.quantize.json"]
         name, *settings = recipe.split("+")
         chosen = ["--recipe", name, *(part for setting in settings for part in ("--set", setting))]
-        places = (str(work / ARTIFACT), ARTIFACT)  # here, and as a reader would type it
+        artifact = artifact_of(recipe)
+        places = (str(work / artifact), artifact)  # here, and as a reader would type it
         read, told = (["--calibration", place] if options.calibration_text else [] for place in places)
         arguments = ["quantize", options.model, *chosen, *read]
         row["quantize_wall_seconds"] = run_quantkit(*arguments, *out, "--device", options.device)
         numbers = json.loads(Path(f"{evaluated}.quantize.json").read_text())
         row |= {key: numbers[key] for key in ("bits_per_weight", "bytes", "seconds")}
+        row |= columns_of(Path(evaluated))
         shown = ["quantize", options.model, *chosen, *told, "--out", recipe]
         row["quantize_command"] = command(*shown, options=options)
     score = work / f"{row['recipe']}.eval.json"
@@ -56,6 +61,28 @@ def measure(options: argparse.Namespace, recipe: str | None, work: Path) -> dict
         row["divergence"] = evaluation(["divergence", options.model, evaluated], score, options)
         row["divergence_command"] = evaluate_command(["divergence", options.model, recipe], options)
     return row
+
+
+def artifact_of(recipe: str) -> str:
+    """The calibration that a recipe takes."""
+    return PREFIX_ARTIFACT if _PREFIX in recipe.split("+") else ARTIFACT
+
+
+def columns_of(folder: Path) -> dict[str, float]:
+    """Extra columns per input channel, of all layers and of the worst, where the method adds any."""
+    summary = summarize(folder)
+    found = [
+        (layer.measured["extended_channels"], layer.shape[1])
+        for layer in summary.layers
+        if "extended_channels" in layer.measured
+    ]
+    if not found:
+        return {}
+    extra, channels = (sum(numbers) for numbers in zip(*found, strict=True))
+    return {
+        "extended_columns": extra / channels,
+        "most_extended_columns": max(extra / channels for extra, channels in found),
+    }
 
 
 def text_of(options: argparse.Namespace) -> list[str]:
@@ -98,13 +125,14 @@ def _divergence(score: dict[str, Any] | None) -> list[str]:
     return [mean, f"{score['p99_kl']:.3f}", f"{score['same_top1']:.1%}"]
 
 
-def calibrate(options: argparse.Namespace, work: Path) -> list[str]:
-    """The command that makes the calibration; run where the artifact is not there yet."""
+def calibrate(options: argparse.Namespace, work: Path, artifact: str) -> list[str]:
+    """The command that makes a calibration; run where the artifact is not there yet."""
     windows = ["--windows", str(options.windows), "--seq-len", str(CALIBRATION_SEQ_LEN)]
-    arguments = ["calibrate", options.model, "--text", options.calibration_text, *windows]
-    if not (work / ARTIFACT).exists():
-        run_quantkit(*arguments, "--out", str(work / ARTIFACT))
-    return command(*arguments, "--out", ARTIFACT, options=options)
+    prefix = ["--prefix"] if artifact == PREFIX_ARTIFACT else []
+    arguments = ["calibrate", options.model, "--text", options.calibration_text, *windows, *prefix]
+    if not (work / artifact).exists():
+        run_quantkit(*arguments, "--out", str(work / artifact))
+    return command(*arguments, "--out", artifact, options=options)
 
 
 def main() -> None:
@@ -129,9 +157,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = options.work or Path(folder)
         work.mkdir(parents=True, exist_ok=True)
+        recipes = [recipe for recipe in options.recipes.split(",") if recipe not in done]
         if options.calibration_text:
-            document["calibrate_command"] = calibrate(options, work)
-        for recipe in [None, *options.recipes.split(",")]:
+            for artifact in dict.fromkeys(map(artifact_of, recipes)):
+                key = "calibrate_command" if artifact == ARTIFACT else "calibrate_prefix_command"
+                document[key] = calibrate(options, work, artifact)
+        for recipe in [None, *recipes]:
             if (recipe or "original") not in done:
                 document["rows"].append(measure(options, recipe, work))
                 write_document(options.json, document)

@@ -150,6 +150,30 @@ def test_gptq_lowers_the_output_error() -> None:
     assert _output_error(layer, compensated) < 0.9 * _output_error(layer, plain)
 
 
+def _hessian_loss(layer: LayerInput, packed: PackedWeight) -> float:
+    """What GPTQ lowers: tr(D H D^T), D the error of the weight."""
+    assert layer.hessian is not None
+    difference = dequantize(packed) - layer.weight
+    return ((difference @ layer.hessian) * difference).sum().item()
+
+
+@pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rotated"])
+def test_act_order_lowers_the_loss_of_gptq(rotated: bool) -> None:
+    """On more tokens than the sample has: ranges by the whole Hessian, and large columns first."""
+    layer = _layer()
+    tokens = torch.randn(4096, COLUMNS) @ (torch.eye(COLUMNS) + 0.2 * torch.randn(COLUMNS, COLUMNS))
+    tokens *= torch.linspace(0.2, 3.0, COLUMNS)
+    layer = replace(layer, hessian=tokens.T @ tokens / len(tokens))
+    settings = BipolarSettings(4, 8, gptq=True, act_zero=True, rotate_inputs=rotated)
+    plain, ordered = (quantize(layer, replace(settings, act_order=order)) for order in (False, True))
+    assert _hessian_loss(layer, ordered) < 0.95 * _hessian_loss(layer, plain)
+
+
+def test_act_order_without_gptq_is_refused() -> None:
+    with pytest.raises(RecipeError, match="set gptq=true"):
+        BipolarSettings(4, 8, act_order=True)
+
+
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name.startswith("bipolar-")])
 def test_shipped_recipes_are_valid(name: str) -> None:
     check_recipe(load_recipe(name))

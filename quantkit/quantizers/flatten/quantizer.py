@@ -25,7 +25,7 @@ from quantkit.formats.flatten import (
     take_slices,
 )
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.flatten.allocation import priced_splits
+from quantkit.quantizers.flatten.allocation import clipped_splits, priced_splits
 from quantkit.quantizers.flatten.bit_selection import KL_BINS, KL_COMBINES, combined_ratio, kl_ratio
 from quantkit.quantizers.flatten.slicing import (
     Columns,
@@ -50,14 +50,18 @@ class FlattenSettings:
     flatten: cut outlier channels over extra columns; false: plain per-tensor absmax quantization.
     smoothing: sigmoid (Eq 5), smoothquant (Xiao et al. 2023) or none. smoothing_strength: alpha.
     smooth_unfed: also smooth, at run time, layers that no norm or linear feeds; false leaves them alone.
-    smooth_linears: fold into feeding linears too, not only into norms.
+    smooth_linears: fold into feeding linears too, not only into norms. bound_linears: s never makes the largest weight
+        of such a linear larger, as its own codes have one scale.
     threshold_multiplier: beta, Eq 7. outlier_clip: the boxplot of Eq 6.
     max_flatten_ratio: extra columns per input channel at most; above it thresholds are raised or tails clamped, by
         calibration error.
     column_price: choose both thresholds, as multiples of Eq 7's, by the root of the output error plus this much per
         extra column (K of them count as 1); 0: the thresholds of Eq 7 as they are.
+    few_columns: also try thresholds so far above Eq 7's that a single channel is cut; for a high column_price.
     cover_vocabulary: slices reach as far as any token of the vocabulary did, not only the calibration text.
     headroom: they reach this many times as far.
+    clip: choose the input's threshold and slices by the output error on the calibration sample, clamp what is beyond;
+        behind a prefix.
     pad_channels_to: K_ext is a multiple of this.
     kl_ratio_limit: gamma, Eq 8. kl_combine: mean, max, activation or weight. kl_bins: histogram bins.
     gptq, act_order, damping: GPTQ on the flattened weight.
@@ -69,12 +73,15 @@ class FlattenSettings:
     smoothing_strength: float = 0.5
     smooth_unfed: bool = True
     smooth_linears: bool = True
+    bound_linears: bool = False
     threshold_multiplier: float = 1.3
     outlier_clip: bool = True
     max_flatten_ratio: float = 1.0
     column_price: float = 0.0
+    few_columns: bool = False
     cover_vocabulary: bool = False
     headroom: float = 1.0
+    clip: bool = False
     pad_channels_to: int = COLUMN_STEP
     kl_ratio_limit: float = 1.86
     kl_combine: str = "mean"
@@ -165,7 +172,12 @@ def plan_layout(layer: LayerInput, settings: FlattenSettings) -> Layout:
         acts, weights = _splits(operands, stats.absmax.to(device) / divisor, settings)
     except StatsError as error:
         raise StatsError(f"{layer.name}: {error}") from error
-    limited = _within_columns(operands, acts, weights, settings)
+    limited = None
+    if settings.clip:
+        allowed = _most_columns(operands, settings) if settings.flatten else 0
+        acts, weights = clipped_splits(operands, weights, settings.column_price, allowed)
+    else:
+        limited = _within_columns(operands, acts, weights, settings)
     if limited is not None:
         acts, weights = limited.acts, limited.weights
     ratio = _kl_ratio(operands, acts, weights, settings) if settings.bits == "mixed" else None
@@ -186,12 +198,17 @@ def _reach(name: str, stats: LayerStats, settings: FlattenSettings) -> Tensor:
 
 def _within_columns(operands: Operands, acts: Split, weights: Split, settings: FlattenSettings) -> Limited | None:
     """The splits by the recipe's price, or those within its limit; None where the given ones stand."""
-    allowed = int(settings.max_flatten_ratio * operands.weight.shape[1])
+    allowed = _most_columns(operands, settings)
     if settings.flatten and settings.column_price:
-        priced = priced_splits(operands, acts, weights, settings.column_price, allowed)
+        price, far = settings.column_price, settings.few_columns
+        priced = priced_splits(operands, acts, weights, price, allowed, far=far)
         if priced is not None:
             return priced
     return limit_columns(operands, acts, weights, allowed) if extended_columns(acts, weights) > allowed else None
+
+
+def _most_columns(operands: Operands, settings: FlattenSettings) -> int:
+    return int(settings.max_flatten_ratio * operands.weight.shape[1])
 
 
 def _run_time_scale(layer: LayerInput, settings: FlattenSettings) -> Tensor | None:

@@ -48,6 +48,16 @@ SCALES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 }
 
 
+def bounded_scale(scale: Tensor, source: Tensor) -> Tensor:
+    """s [K] with a median of 1 and so large that W / s has no larger weight than W: source [K, M], a row per channel.
+
+    A factor of all of s is free: it moves from one scale per tensor to the other. Where a channel is hardly used and
+    its weights are large, s is small, and one row of W / s then sets the step of all others.
+    """
+    absmax = source.abs().amax(dim=1).to(scale)
+    return (scale / scale.median()).maximum(absmax / absmax.max().clamp_min(_SMALLEST))
+
+
 class Smoothing(Protocol):
     """The settings that folding reads; those of every method that smooths."""
 
@@ -57,6 +67,8 @@ class Smoothing(Protocol):
     def smoothing_strength(self) -> float: ...
     @property
     def smooth_linears(self) -> bool: ...
+    @property
+    def bound_linears(self) -> bool: ...
 
 
 @torch.no_grad()
@@ -84,6 +96,8 @@ def fold_smoothing(model: nn.Module, plans: Mapping[str, Any], calibration: Any)
             if not torch.isfinite(act_absmax).all():
                 raise StatsError(f"{targets[0]}: its input holds NaN or Inf on the calibration text")
             scale = SCALES[settings.smoothing](act_absmax, weight_absmax, settings.smoothing_strength)
+            if isinstance(source, LINEAR_TYPES) and settings.bound_linears:
+                scale = bounded_scale(scale, linear_weight(source))
             for weight in weights:
                 weight.mul_(scale)
             _divide_outputs(source, scale)
@@ -98,8 +112,8 @@ def _shared_settings(settings: Sequence[Smoothing], targets: int) -> Smoothing |
         return None
     first = settings[0]
     alike = all(
-        (s.smoothing, s.smoothing_strength, s.smooth_linears)
-        == (first.smoothing, first.smoothing_strength, first.smooth_linears)
+        (s.smoothing, s.smoothing_strength, s.smooth_linears, s.bound_linears)
+        == (first.smoothing, first.smoothing_strength, first.smooth_linears, first.bound_linears)
         for s in settings
     )
     return first if alike else None

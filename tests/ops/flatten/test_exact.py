@@ -34,6 +34,23 @@ def test_products_are_exact_where_the_library_is_not_taken(monkeypatch: pytest.M
     exec(CHECK, {})
 
 
+@pytest.mark.parametrize("quick", [False, True], ids=["library-slower", "library-quicker"])
+def test_the_quicker_product_is_taken(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both give the same integers, so the time decides alone."""
+    monkeypatch.setattr(exact, "_library_is_exact", lambda: True)
+    seconds = iter([1.0, 2.0] if quick else [2.0, 1.0])
+    monkeypatch.setattr(exact, "_least_seconds", lambda _product: next(seconds))
+    taken = []
+    library = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda *operands: taken.append(1) or library(*operands))
+    exact._library_is_quick.cache_clear()
+    try:
+        exec(CHECK, {})
+    finally:
+        exact._library_is_quick.cache_clear()
+    assert bool(taken) == quick
+
+
 def test_products_are_exact_without_vnni() -> None:
     """oneDNN held to AVX2: torch's INT8 product saturates then."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}

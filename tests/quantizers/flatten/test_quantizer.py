@@ -267,3 +267,48 @@ def test_priced_columns_stay_within_the_limit() -> None:
 def test_impossible_room_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(RecipeError, match="choose"):
         FlattenSettings(**bad)  # type: ignore[arg-type]
+
+
+def _spiky_layer() -> LayerInput:
+    """A channel that a few tokens drive far beyond all others."""
+    layer = _layer(outlier=1.0)
+    x = _x(layer).clone()
+    x[::24, 3] = 400.0
+    return replace(layer, stats=stats_of(x))
+
+
+def test_clip_clamps_rare_values_where_that_costs_least() -> None:
+    """One piece per channel, a few rows lost: every token counts alike, so the others' steps matter more."""
+    layer = _spiky_layer()
+    whole, clipped = (quantize(layer, replace(W8A8, clip=clip)) for clip in (False, True))
+    assert clipped.report["clip_rate"] > 0
+    assert clipped.report["extended_channels"] == 0
+    assert clipped.report["output_error"] < 0.5 * whole.report["output_error"]  # 0.04 of the rows are lost, not all
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["one-piece", "sliced"])
+def test_clip_never_raises_the_error_on_the_sample(flatten: bool) -> None:
+    layer = _layer(outlier=1.0)
+    settings = FlattenSettings(smoothing="none", flatten=flatten, max_flatten_ratio=0.0)
+    whole, clipped = (quantize(layer, replace(settings, clip=clip)) for clip in (False, True))
+    assert clipped.report["output_error"] <= whole.report["output_error"]
+
+
+def test_clip_keeps_within_the_columns_allowed() -> None:
+    """With a few columns to spend the spikes are covered by slices, not clamped."""
+    layer = _spiky_layer()
+    settings = FlattenSettings(smoothing="none", clip=True, max_flatten_ratio=0.25)
+    sliced = quantize(layer, settings)
+    assert 0 < sliced.report["flatten_ratio"] <= settings.max_flatten_ratio
+    assert sliced.report["output_error"] < quantize(layer, replace(W8A8, clip=True)).report["output_error"]
+
+
+def test_few_columns_cut_the_one_channel_that_stands_out() -> None:
+    """One spiky channel among forty: thresholds near the mean of the maxima would cut many, or none is affordable."""
+    layer = _spiky_layer()
+    settings = FlattenSettings(smoothing="none", column_price=1.0, max_flatten_ratio=0.25)
+    near, far = (quantize(layer, replace(settings, few_columns=few)) for few in (False, True))
+    assert far.report["extended_channels"] <= 0.25 * layer.weight.shape[1]
+    assert far.report["clip_rate"] == 0
+    assert far.report["output_error"] < 0.5 * quantize(layer, W8A8).report["output_error"]
+    assert far.report["output_error"] <= near.report["output_error"]

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 from quantkit.methods import LayerPlan
 from quantkit.models.families import block_linears, linear_shape
 from quantkit.quantizers.flatten.quantizer import FlattenSettings
-from quantkit.quantizers.flatten.smoothing import fold_smoothing, sigmoid_scale, smoothquant_scale
+from quantkit.quantizers.flatten.smoothing import bounded_scale, fold_smoothing, sigmoid_scale, smoothquant_scale
 
+FP32_RTOL = 1e-6  # one rounding
 FP32_ATOL = 2e-4  # two blocks of fp32 after scales of 1e-2 .. 1e2
 
 # Linears of one block that each family's norms and linears feed.
@@ -76,6 +77,23 @@ def test_folding_preserves_the_model(tiny_model: Callable[[str], Path], family: 
     change, folded = _fold(tiny_model(family), FlattenSettings(smoothing=smoothing))
     assert change < FP32_ATOL
     assert folded == FOLDED[family]
+
+
+@pytest.mark.parametrize("family", FOLDED)
+def test_bounded_folding_preserves_the_model(tiny_model: Callable[[str], Path], family: str) -> None:
+    change, folded = _fold(tiny_model(family), FlattenSettings(smoothing="smoothquant", bound_linears=True))
+    assert change < FP32_ATOL
+    assert folded == FOLDED[family]
+
+
+def test_a_bounded_scale_never_raises_the_largest_weight_of_the_feeding_linear() -> None:
+    scale, source = (
+        torch.tensor([1e-3, 0.5, 1.0, 2.0, 40.0]),
+        torch.tensor([[0.8, 0.1], [1.0, 0], [0.3, 0], [1, 1], [0, 0]]),
+    )
+    bounded = bounded_scale(scale, source)
+    assert (source / bounded[:, None]).abs().max() <= source.abs().max() * (1 + FP32_RTOL)
+    assert torch.equal(bounded[2:], scale[2:])  # their median is 1 already
 
 
 @pytest.mark.parametrize("family", NORM_FED)

@@ -69,3 +69,25 @@ def test_without_a_calibration_text_nothing_is_calibrated(
     assert "calibrate_command" not in found
     shown = "quantkit quantize tiny --recipe rtn-w4-g128 --out rtn-w4-g128"
     assert " ".join(found["rows"][1]["quantize_command"]) == shown
+
+
+def test_a_prefix_has_a_calibration_of_its_own(
+    tiny_model: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recipes with and without a prefix stand in one table, and say how many columns they add."""
+    monkeypatch.setattr(table, "CALIBRATION_SEQ_LEN", 16)
+    monkeypatch.setattr(table, "run_quantkit", in_process)
+    document = tmp_path / "t.json"
+    arguments = [str(tiny_model("llama")), "--name", "tiny", "--text", str(text_file), "--seq-len", "16"]
+    arguments += ["--calibration-text", str(text_file), "--windows", "2", "--max-windows", "2", "--json", str(document)]
+    arguments += ["--recipes", "flatten-o1,flatten-o1+prefix=auto"]
+    monkeypatch.setattr(sys, "argv", ["table.py", *arguments])
+    table.main()
+    found = json.loads(document.read_text())
+    assert found["calibrate_command"][-2:] == ["--out", "c.safetensors"]
+    assert found["calibrate_prefix_command"][-3:] == ["--prefix", "--out", "c-prefix.safetensors"]
+    _, plain, behind = found["rows"]
+    assert "c.safetensors" in plain["quantize_command"]
+    assert "c-prefix.safetensors" in behind["quantize_command"]
+    for row in (plain, behind):
+        assert 0 <= row["extended_columns"] <= row["most_extended_columns"] <= 1
