@@ -127,7 +127,8 @@ def measure(work: Work) -> dict[str, Any]:
         before, all_tokens = energy.millijoules(), WARM_UP_TOKENS + work.steps
         more = engine.seconds(batch, PROMPT, all_tokens)
         after = energy.millijoules()
-        if before is not None and after is not None:
+        # a short run may end between two updates of the counter: no figure then
+        if before is not None and after is not None and after > before:
             used[str(batch)] = (after - before) / (work.repeats * batch * all_tokens)
         few = engine.seconds(batch, PROMPT, WARM_UP_TOKENS)
         result["ms_per_step"][str(batch)] = 1e3 * (more - few) / work.steps

@@ -2,7 +2,7 @@
 
 torch's library adds pairs of INT8 products in 16 bits, which saturate, on processors without VNNI (or with oneDNN held
 below it by ONEDNN_MAX_CPU_ISA). It says nothing of that, so its product is tried once and taken only where it is exact.
-Without AVX-512 it may be a plain loop, twenty times as slow as fp32 products, so it is timed once as well.
+Without AVX-512 it may be a plain loop, far slower than fp32 products, so it is timed once as well.
 """
 
 from __future__ import annotations
