@@ -15,6 +15,7 @@ SETTINGS = SimpleNamespace(
     load_config=SimpleNamespace(load_format="auto"),
     parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     scheduler_config=SimpleNamespace(max_num_seqs=256),
+    quant_config=None,
 )
 
 
@@ -79,6 +80,53 @@ class FusedMoEMethodBase:
         self.moe = moe
 
 
+class CustomOp(nn.Module):
+    """vLLM's base of small ops, for which a plugin can put in its own."""
+
+    @classmethod
+    def register_oot(cls, name: str) -> Callable[[type], type]:
+        def keep(op: type) -> type:
+            PUT_IN[name] = op
+            return op
+
+        return keep
+
+
+class RMSNorm(CustomOp):
+    """vLLM's."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon, self.has_weight, self.variance_size_override = eps, True, None
+
+    def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        total = x if residual is None else x + residual
+        normal = torch.nn.functional.rms_norm(total, total.shape[-1:], self.weight.to(x.dtype), self.variance_epsilon)
+        return normal if residual is None else (normal, total)
+
+    forward_cuda = forward_native
+
+
+class SiluAndMul(CustomOp):
+    """vLLM's."""
+
+    def __init__(self, *, compile_native: bool = True):
+        super().__init__()
+        self.compile_native = compile_native
+
+    @staticmethod
+    def forward_native(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        return self.forward_native(x)
+
+
+PUT_IN: dict[str, type] = {}
+
+
 class Logger:
     """vLLM's, which says a thing once."""
 
@@ -107,6 +155,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm.config": {"get_current_vllm_config": lambda: SETTINGS},
         "vllm.logger": {"init_logger": lambda name: Logger()},
         "vllm.model_executor": {},
+        "vllm.model_executor.custom_op": {"CustomOp": CustomOp, "op_registry_oot": PUT_IN},
+        f"{layers}.activation": {"SiluAndMul": SiluAndMul},
+        f"{layers}.layernorm": {"RMSNorm": RMSNorm},
         layers: {},
         f"{layers}.fused_moe": {"RoutedExperts": RoutedExperts, "FusedMoEMethodBase": FusedMoEMethodBase},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},
@@ -123,7 +174,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         module = ModuleType(name)
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
-    for name in ("config", "linear", "experts"):
+    PUT_IN.clear()
+    for name in ("between", "config", "linear", "experts"):
         monkeypatch.delitem(sys.modules, f"quantkit.integrations.vllm.{name}", raising=False)
 
 

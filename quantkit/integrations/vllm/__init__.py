@@ -1,8 +1,8 @@
 """vLLM serves quantkit checkpoints: ``vllm serve FOLDER``, by the entry point ``vllm.general_plugins``.
 
 ``config`` tells vLLM which method each of its layers takes: ``linear`` is that of Linears and heads, ``experts``
-that of a block's experts. ``parts`` says which rows and columns of each stored Linear a rank keeps, and alone imports
-no vllm.
+that of a block's experts. ``between`` is what runs between the products: norms and gated activations. ``parts`` says
+which rows and columns of each stored Linear a rank keeps, and alone imports no vllm.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from quantkit.checkpoint.config import QUANT_METHOD, StoredLayer, config_from_js
 from quantkit.checkpoint.read import check_tensors, read_document, read_headers, start_verifying, weight_files
 from quantkit.cuda.architectures import ARCHITECTURES
 from quantkit.errors import CheckpointError
+from quantkit.integrations.vllm import between  # noqa: F401  # registers where it defines its classes
 from quantkit.integrations.vllm.experts import QuantkitExpertsMethod
 from quantkit.integrations.vllm.linear import QuantkitHeadMethod, QuantkitLinearMethod
 from quantkit.storage.tensors import verifies

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quantkit.cuda.architectures import WARP_THREADS
 from quantkit.cuda.launch import DTYPE_CODES, Launch
+from quantkit.cuda.parameters import Argument, Within
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.decode.instances import (
     GATED_THREADS,
@@ -60,8 +61,8 @@ def norm_launch(
     parameters: tuple[Tensor, Tensor | None],
     epsilon: float,
     centered: bool,
-    total: Tensor,
-    y: Tensor,
+    total: Argument,
+    y: Argument,
 ) -> Launch:
     """y = norm of total = x + addend, all [..., K]; total is only written with an addend. parameters: weight, bias."""
     in_features = x.shape[-1]
@@ -85,10 +86,21 @@ def norm_launch(
 
 
 def gated_launch(gate: Tensor, up: Tensor, y: Tensor, activation: str) -> Launch:
-    """y = activation(gate) * up; activation: of ACTIVATIONS."""
-    count, strides = gate.numel(), (row_stride(gate), row_stride(up))
+    """y = activation(gate) * up, all of one shape; activation: of ACTIVATIONS."""
+    strides = row_stride(gate), row_stride(up)
     assert strides[0] is not None
     assert strides[1] is not None
+    return _gated_launch(gate, up, (strides[0], strides[1]), y, activation)
+
+
+def gated_halves_launch(x: Tensor, y: Tensor, activation: str) -> Launch:
+    """The same for gate and up as the halves of the rows of x [..., 2 N]."""
+    width = y.shape[-1]
+    return _gated_launch(x, Within(x, width * x.itemsize), (2 * width, 2 * width), y, activation)
+
+
+def _gated_launch(gate: Tensor, up: Argument, strides: tuple[int, int], y: Tensor, activation: str) -> Launch:
+    count = y.numel()
     return Launch(
         gated_unit(DTYPE_CODES[gate.dtype]),
         gate.device,
@@ -99,7 +111,7 @@ def gated_launch(gate: Tensor, up: Tensor, y: Tensor, activation: str) -> Launch
             "up": up,
             "y": y,
             "count": count,
-            "width": gate.shape[-1],
+            "width": y.shape[-1],
             "gateStride": strides[0],
             "upStride": strides[1],
             "activation": ACTIVATIONS[activation].number,

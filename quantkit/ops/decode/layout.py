@@ -24,9 +24,12 @@ _VECTOR_BYTES = 16
 
 def can_norm(x: Tensor) -> bool:
     """Whether norms take x [..., K]."""
-    in_features = x.shape[-1]
-    whole = in_features % VECTOR_VALUES == 0 and in_features <= MOST_NORM_VALUES
-    return x.is_cuda and x.dtype in DTYPES and whole
+    return x.is_cuda and norm_takes(x.dtype, x.shape[-1])
+
+
+def norm_takes(dtype: torch.dtype, in_features: int) -> bool:
+    """Whether norms take rows of so many elements."""
+    return dtype in DTYPES and in_features % VECTOR_VALUES == 0 and in_features <= MOST_NORM_VALUES
 
 
 def can_attend(q: Tensor, keys: Tensor) -> bool:
@@ -59,3 +62,9 @@ def can_gate(gate: Tensor, up: Tensor) -> bool:
     strides = [row_stride(part) for part in (gate, up)]
     whole = all(t.data_ptr() % _VECTOR_BYTES == 0 for t in (gate, up)) and gate.shape[-1] % VECTOR_VALUES == 0
     return whole and all(stride is not None and stride % VECTOR_VALUES == 0 for stride in strides)
+
+
+def gated_takes_halves(x: Tensor) -> bool:
+    """The same for gate and up as the halves of the rows of x [..., 2 N], which is on a GPU."""
+    whole = x.shape[-1] % (2 * VECTOR_VALUES) == 0 and x.data_ptr() % _VECTOR_BYTES == 0
+    return x.dtype in DTYPES and x.is_contiguous() and whole

@@ -1,16 +1,32 @@
 """What runs between the products of one decoding step: norms, gated activations, attention and its cache.
 
-GPU only, fp16 and bf16. Plain functions and no torch ops: they are for CUDA graphs, and attention writes its cache.
+The plain functions are GPU only, fp16 and bf16, and for CUDA graphs; attention writes its cache. Norms and gated
+activations are torch ops as well, for engines that compile a model.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.cuda.device import gpu_of
-from quantkit.ops.decode.launch import Splits, Token, attention_launch, combine_launch, gated_launch, norm_launch
+from quantkit.cuda.parameters import Argument, Within
+from quantkit.ops.activations import ACTIVATIONS
+from quantkit.ops.decode.launch import (
+    Splits,
+    Token,
+    attention_launch,
+    combine_launch,
+    gated_halves_launch,
+    gated_launch,
+    norm_launch,
+)
+from quantkit.ops.decode.layout import DTYPES, gated_takes_halves, norm_takes
 from quantkit.ops.decode.plan import attention_block, head_blocks, split_count
+from quantkit.ops.registry import define_op
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, centered: bool) -> Tensor:
@@ -69,3 +85,119 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gated_launch(gate, up, y, activation).run()
     return y
+
+
+class RmsNorm(NamedTuple):
+    """round(x / rms(x)) * weight for x [..., K] and weight [K] of one type."""
+
+    x: Tensor
+    weight: Tensor
+    epsilon: float
+
+
+class AddRmsNorm(NamedTuple):
+    """[2, ..., K]: total = x + addend, rounded, and RmsNorm of it; addend of x's shape and type."""
+
+    x: Tensor
+    addend: Tensor
+    weight: Tensor
+    epsilon: float
+
+
+class GatedHalves(NamedTuple):
+    """round(activation(gate)) * up [..., N] for x = (gate, up) [..., 2 N]; activation: of ACTIVATIONS."""
+
+    x: Tensor
+    activation: str
+
+
+def _rms_norm_reference(op: RmsNorm) -> Tensor:
+    x = op.x.float()
+    normal = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + op.epsilon)).to(op.x.dtype)
+    return normal * op.weight
+
+
+def _rms_norm_cuda(op: RmsNorm) -> Tensor:
+    if not _takes_norm(op.x, op.weight):
+        return _rms_norm_reference(op)
+    return norm(op.x, op.weight, None, op.epsilon, centered=False)
+
+
+def _add_rms_norm_reference(op: AddRmsNorm) -> Tensor:
+    total = op.x + op.addend
+    return torch.stack((total, _rms_norm_reference(RmsNorm(total, op.weight, op.epsilon))))
+
+
+def _add_rms_norm_cuda(op: AddRmsNorm) -> Tensor:
+    if not _takes_norm(op.x, op.weight):
+        return _add_rms_norm_reference(op)
+    x, addend = op.x.contiguous(), op.addend.contiguous()
+    made = x.new_empty(2, *x.shape)
+    places: dict[str, Argument] = {"total": made, "y": Within(made, x.nbytes)}
+    norm_launch(x, addend, parameters=(op.weight, None), epsilon=op.epsilon, centered=False, **places).run()
+    return made
+
+
+def _takes_norm(x: Tensor, weight: Tensor) -> bool:
+    return norm_takes(x.dtype, x.shape[-1]) and weight.dtype == x.dtype and x.numel() > 0
+
+
+def _gated_reference(op: GatedHalves) -> Tensor:
+    gate, up = op.x.chunk(2, -1)
+    return ACTIVATIONS[op.activation].apply(gate) * up
+
+
+def _gated_cuda(op: GatedHalves) -> Tensor:
+    x, width = op.x, op.x.shape[-1] // 2
+    if not gated_takes_halves(x) or not x.numel():
+        return _gated_reference(op)
+    y = x.new_empty(*x.shape[:-1], width)
+    gated_halves_launch(x, y, op.activation).run()
+    return y
+
+
+_SAMPLE_SHAPES = ((1, 64), (3, 1, 4104), (5, 4096), (2, 100))
+_SAMPLE_EPSILON = 1e-5
+
+
+def _norm_samples() -> Iterator[RmsNorm]:
+    for shape in _SAMPLE_SHAPES:
+        for dtype in (*DTYPES, torch.float32):
+            x, weight = torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+            yield RmsNorm(x, weight, _SAMPLE_EPSILON)
+
+
+def _add_norm_samples() -> Iterator[AddRmsNorm]:
+    for x, weight, epsilon in _norm_samples():
+        yield AddRmsNorm(x, torch.randn(x.shape).to(x.dtype), weight, epsilon)
+
+
+def _gated_samples() -> Iterator[GatedHalves]:
+    for x, _, _ in _norm_samples():
+        yield from (GatedHalves(x, activation) for activation in ("silu", "relu"))
+
+
+rms_norm = define_op(
+    "rms_norm",
+    RmsNorm,
+    reference=_rms_norm_reference,
+    cuda=_rms_norm_cuda,
+    fake=lambda op: op.x.new_empty(op.x.shape),
+    samples=_norm_samples,
+)
+add_rms_norm = define_op(
+    "add_rms_norm",
+    AddRmsNorm,
+    reference=_add_rms_norm_reference,
+    cuda=_add_rms_norm_cuda,
+    fake=lambda op: op.x.new_empty(2, *op.x.shape),
+    samples=_add_norm_samples,
+)
+gated_halves = define_op(
+    "gated_halves",
+    GatedHalves,
+    reference=_gated_reference,
+    cuda=_gated_cuda,
+    fake=lambda op: op.x.new_empty(*op.x.shape[:-1], op.x.shape[-1] // 2),
+    samples=_gated_samples,
+)
