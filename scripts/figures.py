@@ -31,7 +31,7 @@ SPEED_LINES = {  # what was measured: its name and colour here
     "rtn-w4-g128 batch": ("rtn, gptq, 4 bits, order for batches", "#31a354"),
     "nuqmm-q2-g128": ("2 bits, order for latency", "#9e9ac8"),
 }
-SERVING_FILE, SERVING_MODEL = "serving-compiled-h200.json", "llama-3-8b"
+SERVING_FILE, SERVING_MODEL = "serving-steps-h200.json", "llama-3-8b"
 SERVING_LINES = {  # a setting of scripts/serve_bench.py on one GPU: its name and colour here
     "fp16": ("fp16", "#555555"),
     "machete": ("W4A16 by Machete", "#41ab5d"),

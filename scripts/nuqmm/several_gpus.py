@@ -57,27 +57,36 @@ def main() -> None:
 
 
 def merged(documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One document of several; where settings stand twice, one without an error is kept.
+    """One document of several, each result with its commit; where settings stand twice, one without an error is kept.
 
-    Raises BenchError where GPUs, commits or packages differ.
+    Raises BenchError where GPUs or packages differ.
     """
     places = [_place(document["environment"]) for document in documents]
     if any(place != places[0] for place in places):
-        raise BenchError("these files are of different GPUs, commits or packages; measure again")
+        raise BenchError("these files are of different GPUs or packages; measure again")
     results: dict[str, Any] = {}
+    figures: list[dict[str, Any]] = []
     for document in documents:
+        commit = {"commit": document["environment"]["commit"]}
         for key, result in document.get("results", {}).items():
             if "error" in results.get(key, {"error": ""}):
-                results[key] = result
+                results[key] = commit | result
+        figures += [commit | document["figure4"]] if "figure4" in document else []
     widest = max((document["environment"] for document in documents), key=lambda found: len(found["gpus"]))
-    commands = [document["command"] for document in documents]
-    figures = [document["figure4"] for document in documents if "figure4" in document]
-    whole = {"commands": commands, "environment": widest, "results": results}
+    commits = dict.fromkeys(found["commit"] for found in (*results.values(), *figures[-1:]))
+    commands = [command for document in documents for command in _commands(document)]
+    whole = {"commands": commands, "environment": widest | {"commit": ", ".join(commits)}, "results": results}
     return {**whole, "figure4": figures[-1]} if figures else whole
 
 
 def _place(environment: Mapping[str, Any]) -> Any:
-    return set(environment["gpus"]), environment["commit"], environment["packages"]
+    return set(environment["gpus"]), environment["packages"]
+
+
+def _commands(document: Mapping[str, Any]) -> Sequence[str]:
+    """Of a measured file, or of one merged before."""
+    commands: Sequence[str] = document.get("commands") or [document["command"]]
+    return commands
 
 
 def paper_section(document: Mapping[str, Any]) -> str:

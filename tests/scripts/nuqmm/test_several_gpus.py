@@ -73,12 +73,17 @@ def test_files_of_one_machine_become_one_and_a_setting_measured_again_counts() -
     both = {**ENVIRONMENT, "gpus": ["Some GPU"] * 2}
     first = document({"opt-30b fp16 tp1": FAILED, "opt-66b fp16 tp2": result(1, 1)})
     second = {**document({"opt-30b fp16 tp1": result(2, 2), "opt-66b fp16 tp2": FAILED}), "environment": both}
-    figure = {"command": "python figure4", "environment": ENVIRONMENT, "figure4": {"single": [], "cut": []}}
+    newer = {**ENVIRONMENT, "commit": "def"}
+    figure = {"command": "python figure4", "environment": newer, "figure4": {"single": [], "cut": []}}
     whole = merged([first, second, figure])
-    assert whole["results"] == {"opt-30b fp16 tp1": result(2, 2), "opt-66b fp16 tp2": result(1, 1)}
-    assert whole["environment"] == both
+    kept = {"opt-30b fp16 tp1": result(2, 2), "opt-66b fp16 tp2": result(1, 1)}
+    assert whole["results"] == {key: {"commit": "abc", **found} for key, found in kept.items()}
+    assert whole["environment"] == {**both, "commit": "abc, def"}
     assert whole["commands"] == ["python it", "python it", "python figure4"]
-    assert whole["figure4"] == {"single": [], "cut": []}
+    assert whole["figure4"] == {"commit": "def", "single": [], "cut": []}
+    again = document({"opt-30b fp16 tp2": result(3, 3)})
+    assert set(merged([whole, again])["results"]) == {*kept, "opt-30b fp16 tp2"}
+    assert merged([whole, again])["results"]["opt-66b fp16 tp2"]["commit"] == "abc"
 
 
 def test_files_of_other_gpus_are_refused() -> None:
