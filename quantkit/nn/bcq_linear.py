@@ -58,24 +58,28 @@ def restore(spec: BcqSpec, prepared: Tensors, shape: Shape) -> dict[str, Tensor]
 
 def prepared_weight(spec: BcqSpec, prepared: Tensors, shape: Shape) -> BcqTiles:
     """What ``prepare`` or ``prepare_batch`` gave."""
-    order = next(order for order, name in _TILES.items() if name in prepared)
+    order = _order(prepared)
     tiles, factor_tiles = prepared[_TILES[order]], prepared.get("factor_tiles")
     return BcqTiles(tiles, prepared["scale_tiles"], factor_tiles, *shape, spec.group_size, order)
 
 
+def _order(prepared: Tensors) -> Order:
+    return next(order for order, name in _TILES.items() if name in prepared)
+
+
 def prepared_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
     """As ``forward``, from the tile order; QuantizedLinear synchronizes after every change of the stored tensors."""
-    weight = prepared_weight(spec, prepared, shape)
+    order = _order(prepared)
     return bcq_linear_prepared(
         _inputs(spec, x),
-        weight.tiles,
-        weight.scale_tiles,
+        prepared[_TILES[order]],
+        prepared["scale_tiles"],
         bias,
         shape[0],
         spec.group_size,
         weights_ready=True,
-        factor_tiles=weight.factor_tiles,
-        order=weight.order.value,
+        factor_tiles=prepared.get("factor_tiles"),
+        order=order.value,
     )
 
 

@@ -34,10 +34,12 @@ def recorder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     autotune._gpu_name.cache_clear()
     autotune.gpu_key.cache_clear()
+    autotune.read_table_again()
     yield record(monkeypatch, row)
     gpu_of.cache_clear()
     autotune._gpu_name.cache_clear()
     autotune.gpu_key.cache_clear()
+    autotune.read_table_again()
 
 
 def _run_op(name: str, row: Architecture) -> None:

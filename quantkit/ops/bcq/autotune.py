@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import sha256
 from math import log2
 from pathlib import Path
@@ -49,6 +49,7 @@ _WIDE_SEGMENT = 128  # from which on binary products of one token are faster, an
 _FINE_SEGMENT = 32  # where INT8 products of one token are faster too
 _CLEARLY = 0.95  # of the usual kernel's time, from where on another is taken: measurements this short differ by 5 %
 _DIGEST = 8
+_CHOICES = 1 << 14  # kept: layers of a model times numbers of tokens that a server meets
 _TABLE = Path("kernels") / "bcq_autotune.json"
 _SHIPPED = Path("bcq") / "measured.json"
 
@@ -129,8 +130,7 @@ def _least_int8_tokens(native: bool, group_size: int, in_features: int) -> int:
     return 2 if _narrow(group_size, in_features) or not native else 3
 
 
-def _unmeasured(x: Tensor, group_size: int, usable: tuple[Kernel, ...]) -> Kernel:
-    tokens, in_features = x.shape
+def _unmeasured(tokens: int, in_features: int, group_size: int, usable: tuple[Kernel, ...]) -> Kernel:
     binary = Kernel.BCQ_BINARY_GEMV in usable
     fused = [kernel for kernel in FUSED if kernel in usable and tokens <= _MANY_TOKENS]
     if tokens <= _FEW_TOKENS and Kernel.BCQ_LEVEL_GEMV in usable:
@@ -155,15 +155,35 @@ def choose(
 
     Raises KernelError for a damaged table.
     """
-    tokens, in_features = x.shape
+    return _chosen(x.device, x.dtype, *x.shape, weight_bits, out_features, group_size, scale_bits, order)
+
+
+@lru_cache(_CHOICES)
+def _chosen(
+    device: torch.device,
+    dtype: torch.dtype,
+    tokens: int,
+    in_features: int,
+    weight_bits: int,
+    out_features: int,
+    group_size: int,
+    scale_bits: int,
+    order: Order,
+) -> str:
     shape = {"weight_bits": weight_bits, "group_size": group_size, "in_features": in_features}
-    usable = candidates(x.dtype, _architecture(x.device), **shape, order=order)
+    usable = candidates(dtype, _architecture(device), **shape, order=order)
     if tokens > TOKEN_CLASSES[-1] or usable == (Kernel.BCQ_DEQUANTIZE,):
         return Kernel.BCQ_DEQUANTIZE
     name = shape_class(weight_bits, out_features, in_features, group_size, scale_bits, order)
-    kernels = _known(x.device, name) or {}
+    kernels = _known(device, name) or {}
     kernel = kernels.get(str(next(count for count in TOKEN_CLASSES if count >= tokens)))
-    return _unmeasured(x, group_size, usable) if kernel is None else kernel
+    return _unmeasured(tokens, in_features, group_size, usable) if kernel is None else kernel
+
+
+def read_table_again() -> None:
+    """Forget what the user's table said."""
+    _table.cache_clear()
+    _chosen.cache_clear()
 
 
 def ensure_measured(weight: BcqTiles) -> None:
@@ -182,7 +202,7 @@ def ensure_measured(weight: BcqTiles) -> None:
         own = table.get(gpu, {})
         content = json.dumps({**table, gpu: {**own, name: own.get(name, kernels)}}, indent=1) + "\n"
         write_whole(cache_folder() / _TABLE, content.encode())
-    _table.cache_clear()
+    read_table_again()
 
 
 @contextmanager
@@ -201,7 +221,7 @@ def _written_alone() -> Iterator[None]:
     with lock:
         with suppress(OSError):  # where the file system has no locks, the last to write is kept
             fcntl.flock(lock, fcntl.LOCK_EX)
-        _table.cache_clear()
+        read_table_again()
         yield
 
 
@@ -219,7 +239,7 @@ def measured_kernels(weight: BcqTiles) -> dict[str, str]:
             for kernel in usable
             if _worth_measuring(kernel, tokens, _narrow(weight.group_size, in_features))
         }
-        best[str(tokens)] = _clear_winner(seconds, _unmeasured(x, weight.group_size, usable))
+        best[str(tokens)] = _clear_winner(seconds, _unmeasured(tokens, in_features, weight.group_size, usable))
     return best
 
 

@@ -27,15 +27,15 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
     monkeypatch.setattr(autotune, "gpu_of", lambda device: Gpu(architecture(9, 0), 132))
-    autotune._table.cache_clear()
     autotune._gpu_name.cache_clear()
     autotune.gpu_key.cache_clear()
+    autotune.read_table_again()
     path = tmp_path / "quantkit" / "kernels" / "bcq_autotune.json"
     path.parent.mkdir(parents=True)
     yield path
-    autotune._table.cache_clear()
     autotune._gpu_name.cache_clear()
     autotune.gpu_key.cache_clear()
+    autotune.read_table_again()
 
 
 def x(tokens: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -65,6 +65,7 @@ def test_unmeasured_shapes_follow_the_gpu_generation(table: Path, monkeypatch: p
     assert choose(x(9), 4, 4096, 128, order=Order.CODES) == choose(x(256), 4, 4096, 32, order=Order.CODES) == GEMM
     assert choose(x(257), 4, 4096, 128, order=Order.CODES) == DEQUANTIZE
     monkeypatch.setattr(autotune, "gpu_of", lambda device: Gpu(architecture(12, 0), 132))  # binary products emulated
+    autotune.read_table_again()
     assert choose(x(1), 4, 4096, 128) == LUT
     assert choose(x(2), 4, 4096, 128) == INT8
     assert choose(x(9), 4, 4096, 128) == GEMM_MMA
@@ -75,7 +76,7 @@ def test_the_table_decides_and_an_edit_overrides(table: Path) -> None:
     table.write_text(json.dumps({gpu_key(CPU): {"q4-s128-n12-k12": rows}}))
     assert [choose(x(count), 4, 4096, 128) for count in (3, 9, 17, 2049)] == [BINARY, BINARY, GEMM, DEQUANTIZE]
     table.write_text(table.read_text().replace('"1": "bcq_binary_gemv"', '"1": "bcq_lut_gemv"'))
-    autotune._table.cache_clear()
+    autotune.read_table_again()
     assert choose(x(1), 4, 4096, 128) == LUT
 
 
@@ -89,7 +90,7 @@ def test_a_class_that_came_measured_is_not_measured_again_and_the_users_table_go
     autotune.ensure_measured(random_weight(2, 32, 256, 128, offset=True).tiled())
     assert not table.exists()
     table.write_text(json.dumps({gpu_key(CPU): {"q4-s128-n12-k12": dict.fromkeys(rows, INT8)}}))
-    autotune._table.cache_clear()
+    autotune.read_table_again()
     assert choose(x(3), 4, 4096, 128) == INT8
 
 
@@ -178,6 +179,7 @@ def test_what_other_kernels_took_does_not_count(table: Path, monkeypatch: pytest
     monkeypatch.setattr(KernelSource, "text", "another kernel")
     autotune._gpu_name.cache_clear()
     autotune.gpu_key.cache_clear()
+    autotune.read_table_again()
     assert choose(x(1), 4, 4096, 128) == BINARY
 
 
