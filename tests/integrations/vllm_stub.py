@@ -105,7 +105,8 @@ class RMSNorm(CustomOp):
         normal = torch.nn.functional.rms_norm(total, total.shape[-1:], self.weight.to(x.dtype), self.variance_epsilon)
         return normal if residual is None else (normal, total)
 
-    forward_cuda = forward_native
+    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        return self.forward_native(x, residual)
 
 
 class SiluAndMul(CustomOp):

@@ -34,7 +34,7 @@ def _is_ours() -> bool:
 
 
 class EarlyRMSNorm(RMSNorm):
-    """vLLM's RMSNorm."""
+    """vLLM's RMSNorm, whose forward_cuda is forward_native unless vLLM is told to be invariant to batches."""
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
@@ -48,10 +48,6 @@ class EarlyRMSNorm(RMSNorm):
             return rms_norm(x, self.weight.data, self.variance_epsilon)
         total, normal = add_rms_norm(x, residual, self.weight.data, self.variance_epsilon).unbind()
         return normal, total
-
-    def forward_cuda(self, x: Tensor, residual: Tensor | None = None) -> Any:
-        """The same."""
-        return self.forward_native(x, residual) if self._takes(x) else super().forward_cuda(x, residual)
 
     def _takes(self, x: Tensor) -> bool:
         return self.ours and x.shape[-1] >= _FEWEST_FEATURES and can_norm(x) and self.weight.dtype == x.dtype
@@ -67,7 +63,7 @@ class EarlySiluAndMul(SiluAndMul):
 
     def forward_native(self, x: Tensor) -> Tensor:
         """silu(gate) * up of x = (gate, up) [..., 2 N]."""
-        return gated_halves(x, "silu") if self.ours and x.is_cuda else SiluAndMul.forward_native(x)
+        return gated_halves(x, "silu") if self.ours else SiluAndMul.forward_native(x)
 
     def forward_cuda(self, x: Tensor) -> Tensor:
         """The same."""

@@ -34,9 +34,9 @@ _LEAST_SUMMED = 128  # columns of a segment of a grid, from which on steps and o
 _FEW_PLANES = 4
 _WARPS = {
     "sums": (12,),
-    "sums, little memory": (8,),
+    "sums, little memory": (12, 8),
     "few": (16,),
-    "few, little memory": (8,),
+    "few, little memory": (16, 8),
     "many": (12, 8),
     "many, little memory": (8, 4),
 }
