@@ -28,7 +28,7 @@ struct GridProduct {
     uint2 scales[kTileSegments];  // steps of rows g and g + 8, then offsets
     float sums[kSets][4] = {};
 
-    __device__ __forceinline__ GridProduct(int lane, int, uint32)
+    __device__ __forceinline__ GridProduct(int lane, int, int, uint32)
         : vector(pinned(lane * kVectorBytes)), entry(lane / kTileQuads * (kAdds ? 8 : 4)),
           quad(lane % kTileQuads * 2 * sizeof(float)) {}
 
@@ -119,11 +119,11 @@ struct GridProduct {
 };
 
 // Which product a weight has.
-template <int kOrder, int kBits, int kSegment, int kScaleBits, int kTokens, bool kAdds, int kDtype>
+template <int kOrder, int kBits, int kSegment, int kTokens, bool kAdds, int kDtype>
 struct ProductFor {
-    using Type = LevelProduct<kOrder, kBits, kSegment, kScaleBits, kTokens, kAdds, kDtype>;
+    using Type = LevelProduct<kOrder, kBits, kSegment, kTokens, kAdds, kDtype>;
 };
 template <int kTokens, bool kAdds, int kDtype>
-struct ProductFor<kGridOrder, kGridPlanes, kLeastSummed, 16, kTokens, kAdds, kDtype> {
+struct ProductFor<kGridOrder, kGridPlanes, kLeastSummed, kTokens, kAdds, kDtype> {
     using Type = GridProduct<kLeastSummed, kTokens, kAdds, kDtype>;
 };

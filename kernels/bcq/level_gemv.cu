@@ -8,7 +8,6 @@
 template <int kOrder,      // of the weight in memory: kCodeOrder or kGridOrder
           int kBits,       // planes of the weight
           int kSegment,    // columns that share levels: 32, 64 or 128, a divisor of the group size
-          int kScaleBits,  // of a scale and of an offset: 16, fp16, or 8
           int kTokens,     // tokens at once: 8 or 16
           int kWarps,      // warps per block
           bool kAdds,      // whether offsets are added behind the tables of levels
@@ -18,7 +17,7 @@ bcqLevelGemv(const uint4* __restrict__ tiles, const void* __restrict__ scales, c
              const uint16* __restrict__ x, const uint16* __restrict__ bias, const uint16* residual, uint16* __restrict__ y,
              int M, int N, int K, int groups, uint32 groupMagic, int entries, int passTiles, int rangeTiles,
              int longRanges, int dtype, int activation, int vectors, int stages) {
-    multiplyLevels<typename ProductFor<kOrder, kBits, kSegment, kScaleBits, kTokens, kAdds, kDtype>::Type, kWarps>(
+    multiplyLevels<typename ProductFor<kOrder, kBits, kSegment, kTokens, kAdds, kDtype>::Type, kWarps>(
         {tiles, scales, factors, x, bias, residual, y, M, N, K, groups, groupMagic, entries, passTiles,
          rangeTiles, longRanges, dtype, activation, vectors, nullptr, stages});
 }

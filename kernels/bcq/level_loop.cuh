@@ -57,12 +57,16 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
     const int passes = (ownTiles + p.passTiles - 1) / p.passTiles;
     const int firstToken = blockIdx.y * kTokens;
     const bool offset = p.entries > S::kScales;
-    const uint32 groupVectors = offset ? S::groupVectors(1) : S::groupVectors(0), groupBytes = groupVectors * kVectorBytes;
+    const int scaleBits = S::kAnyScales && p.factors ? 8 : 16;
+    const uint32 groupVectors = p.entries * scaleBits / kBitsPerByte, groupBytes = groupVectors * kVectorBytes;
+    auto magic = [&](int bytes) {  // 2^16 over the vectors of a group, without a division
+        return offset ? (1u << 16) / S::groupVectors(1, bytes) + 1 : (1u << 16) / S::groupVectors(0, bytes) + 1;
+    };
     const Weights<S> weights{
         pinned(p.tiles + size_t(firstNTile) * kTiles * S::kSignVectors + lane),
         pinned(static_cast<const uint4*>(p.scales) + size_t(firstNTile) * p.groups * groupVectors),
         uint32(kTiles), uint32(p.groups), groupVectors, uint32(lane), p.groupMagic,
-        offset ? (1u << 16) / S::groupVectors(1) + 1 : (1u << 16) / S::groupVectors(0) + 1,
+        scaleBits == 16 ? magic(2) : magic(1),
         p.groupMagic == 0 && p.groups == kTiles * S::kTileSegments};
     const uint32 stageBytes = pinned(S::kSignBytes + S::kStepSegments * groupBytes);
     const uint32 stageCount = Product::kRing ? p.stages : 1;
@@ -92,7 +96,7 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
         mailbox.arrive();
     }
     allowNextKernel();
-    Product product(lane, p.entries, pinned(sharedAddress(stages) + kWarps * ringBytes + warp * Product::kTableBytes));
+    Product product(lane, p.entries, scaleBits, pinned(sharedAddress(stages) + kWarps * ringBytes + warp * Product::kTableBytes));
     waitForPriorKernels();  // from here on x may be read and y written
 
     const uint16* x = p.x + size_t(firstToken) * p.K;

@@ -28,15 +28,15 @@ __device__ __forceinline__ void flushSums(float (&sums)[kSets][4], float* target
 }
 
 // What level_loop.cuh runs.
-template <int kOrder, int kBits, int kSegment, int kScaleBits_, int kTokens_, bool kAdds, int kDtype>
+template <int kOrder, int kBits, int kSegment, int kTokens_, bool kAdds, int kDtype>
 struct LevelProduct {
     using Expansion = typename ExpansionOf<kOrder, kBits, kAdds, kDtype>::Type;
     using Row = typename Expansion::Row;
     using Record = PairRecord<false>;
-    using Shape = StepShape<kBits, kSegment, kScaleBits_, 1, Row::kScales>;
+    using Shape = StepShape<kBits, kSegment, kAnyScaleBits, 1, Row::kScales>;
     using Maker = TableMaker<Row>;
     using Words = typename Expansion::Words;
-    static constexpr int kScaleBits = kScaleBits_, kTokens = kTokens_;
+    static constexpr int kScaleBits = kAnyScaleBits, kTokens = kTokens_;
     static constexpr int kSets = kTokens / kProductTokens, kTileSegments = Shape::kTileSegments;
     static constexpr int kTableBytes = kTileSegments * Maker::kSegmentTable;  // the levels of a tile
     static constexpr int kSumBytes = 0;                                       // of x, for a k tile
@@ -48,9 +48,9 @@ struct LevelProduct {
     float sums[kChains][kSets][4] = {};
 
     // tables: shared address of the warp's kTableBytes.
-    __device__ __forceinline__ LevelProduct(int lane, int entries, uint32 tables)
+    __device__ __forceinline__ LevelProduct(int lane, int entries, int scaleBits, uint32 tables)
         : vector(pinned(lane * kVectorBytes)), tables(tables), row(lane / kTileQuads),
-          maker(lane, entries, kScaleBits, kTileSegments) {}
+          maker(lane, entries, scaleBits, kTileSegments) {}
 
     // Behind it every warp may multiply.
     template <int kWarps>

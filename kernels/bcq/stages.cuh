@@ -24,12 +24,13 @@ struct StepShape {
     static constexpr int kScales = kScales_;  // stored for a group of a row
     static constexpr int kTileSegments = kTileK / kSegment;
     static constexpr int kStepSegments = kStepTiles * kTileSegments;
-    static constexpr int kEntryBytes = kLaneRows * kScaleBits / kBitsPerByte;
+    static constexpr bool kAnyScales = kScaleBits == kAnyScaleBits;  // the sizes of scales are the most that they may be
+    static constexpr int kEntryBytes = kLaneRows * (kAnyScales ? 16 : kScaleBits) / kBitsPerByte;
     static constexpr int kSignVectors = kBits * kWarpSize;        // of a tile
     static constexpr int kSignBytes = kStepTiles * kSignVectors * kVectorBytes;
-    // Of the scales of one group of an n tile.
-    static __device__ __forceinline__ constexpr uint32 groupVectors(int offsets) {
-        return (kScales + offsets) * kEntryBytes / kLaneRows;
+    // Of the scales of one group of an n tile. bytes: of a scale.
+    static __device__ __forceinline__ constexpr uint32 groupVectors(int offsets, int bytes = kEntryBytes / kLaneRows) {
+        return (kScales + offsets) * bytes;
     }
 };
 
@@ -69,7 +70,7 @@ struct Weights {
         }
     }
     __device__ __forceinline__ void fetchScales(uint32 target, uint32 tile) const {  // linear
-        constexpr uint32 kLeast = S::kStepSegments * S::groupVectors(0);
+        constexpr uint32 kLeast = S::kStepSegments * S::groupVectors(0) / (S::kAnyScales ? 2 : 1);
         const uint4* source = scales + tile * S::kTileSegments * groupVectors + lane;
 #pragma unroll
         for (uint32 first = 0; first < kMostScaleVectors; first += kWarpSize) {

@@ -182,7 +182,7 @@ def plan_level(it: LevelProblem) -> LevelLayout:
 @cache
 def level_unit(it: LevelProblem, dtype: torch.dtype, shape: LevelShape) -> CompileUnit:
     """The instance for a problem, activations and a shape of level_layouts."""
-    sizes = it.order.number, it.weight_bits, it.segment, it.scale_bits, shape.tokens, shape.warps
+    sizes = it.order.number, it.weight_bits, it.segment, shape.tokens, shape.warps
     arguments = (*sizes, it.offsets_apart, DTYPE_CODES[dtype])
     return CompileUnit(SOURCES[Kernel.BCQ_LEVEL_GEMV], "bcqLevelGemv", arguments)
 
@@ -191,11 +191,10 @@ def level_units(row: Architecture) -> Iterator[CompileUnit]:
     """Every instance that can be asked for on a GPU generation."""
     for order in (Order.CODES, Order.GRID):
         for bits, entries in orders_of(order):
-            for scale_bits in SCALE_BITS if order == Order.CODES else SCALE_BITS[:1]:
-                for segment in LEVEL_SEGMENTS:
-                    it = LevelProblem(bits, entries, scale_bits, segment, 1, 1, 1, Gpu(row, 1), order)
-                    shapes = [shape for tokens in TOKENS for shape in _shapes(it, tokens)]
-                    yield from (level_unit(it, dtype, shape) for dtype in GEMM_TYPES for shape in shapes)
+            for segment in LEVEL_SEGMENTS:
+                it = LevelProblem(bits, entries, SCALE_BITS[0], segment, 1, 1, 1, Gpu(row, 1), order)
+                shapes = [shape for tokens in TOKENS for shape in _shapes(it, tokens)]
+                yield from (level_unit(it, dtype, shape) for dtype in GEMM_TYPES for shape in shapes)
 
 
 @cache

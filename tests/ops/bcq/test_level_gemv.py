@@ -67,7 +67,7 @@ def test_python_and_cuda_agree_on_the_sizes_in_shared_memory(monkeypatch: pytest
     kinds = [*((bits, Order.CODES) for bits in (1, 2, 3, 4, 8)), (GRID_PLANES, Order.GRID)]
     for (bits, order), segment, offset, tokens in combinations(kinds, LEVEL_SEGMENTS, (0, 1), TOKENS):
         it = LevelProblem(bits, order.scales(bits) + offset, 16, segment, 1, 1, tokens, Gpu(row, 1), order)
-        arguments = f"{order.number}, {bits}, {segment}, 16, {tokens}, {int(it.offsets_apart)}, 0"
+        arguments = f"{order.number}, {bits}, {segment}, {tokens}, {int(it.offsets_apart)}, 0"
         name = f"ProductFor<{arguments}>::Type"
         scales = f"{name}::kTileSegments * {name}::Shape::groupVectors({offset}) * kVectorBytes"
         claims.append(
@@ -165,8 +165,9 @@ def test_numbers_of_a_grid_keep_small_outputs_of_large_inputs(dtype: torch.dtype
     weight = random_weight(4, 96, 4096, 128, offset=True, equal_steps=True)
     x = (1000 + torch.randn(8, 4096, device=CUDA)).to(dtype)
     y = _multiply(x, weight.to(CUDA).tiled(Order.GRID), None)
-    terms = reference_terms(weight, x)
-    assert ((y.double().cpu() - reference(weight, x, None)).abs() < RTOL[dtype] * terms).all()
+    expected, terms = reference(weight, x, None), reference_terms(weight, x)
+    rounding = expected.abs() * torch.finfo(dtype).eps / 2  # of outputs that are themselves large
+    assert ((y.double().cpu() - expected).abs() < RTOL[dtype] * terms + rounding).all()
 
 
 @pytest.mark.cuda
