@@ -120,6 +120,18 @@ JOBS = {
 }
 
 
+def _looked_into(row: Architecture, *, every: bool) -> set[CompileUnit]:
+    """Instances of which machine code is made: of a sample all. Else those of tested generations, but for what an
+    earlier generation of the same instructions has as well: it has as many registers, and spills nowhere else."""
+    if not every:
+        return set(_compiled(row, every=False))
+    if not row.tested:
+        return set()
+    rows = list(ARCHITECTURES.values())
+    earlier = (other for other in rows[: rows.index(row)] if (other.native, other.overlap) == (row.native, row.overlap))
+    return set(all_units(row)).difference(*map(all_units, earlier))
+
+
 def _faults(batch: list[CompileUnit], row: Architecture, *, machine_code: bool) -> list[str]:
     """Instances whose shared memory is more than a block has, or that spill where the kernels are tested."""
     if not machine_code:
@@ -157,14 +169,25 @@ def _compile_to_ptx(batch: list[CompileUnit], row: Architecture) -> None:
 def test_instances_compile_without_spills_and_fit_shared_memory(
     row: Architecture, source: KernelSource, every: bool
 ) -> None:
-    """Of generations that the kernels are not tested on, only the sample becomes machine code."""
     if not can_compile(row):
         pytest.skip(f"this NVRTC does not know {row.target}")
     wanted = [unit for unit in _compiled(row, every=every) if unit.source is source]
-    batches = [wanted[i::WORKERS] for i in range(WORKERS) if wanted[i::WORKERS]]
+    looked_into = _looked_into(row, every=every)
     with ThreadPoolExecutor(WORKERS) as pool:  # NVRTC compiles outside the interpreter's lock
-        check = partial(_faults, row=row, machine_code=row.tested or not every)
-        assert not [name for names in pool.map(check, batches) for name in names]
+        for machine_code in (True, False):
+            units = [unit for unit in wanted if (unit in looked_into) == machine_code]
+            batches = [units[i::WORKERS] for i in range(WORKERS) if units[i::WORKERS]]
+            check = partial(_faults, row=row, machine_code=machine_code)
+            assert not [name for names in pool.map(check, batches) for name in names]
+
+
+def test_an_instance_of_ampere_becomes_machine_code_once() -> None:
+    """An instance that only the later generation has does too, as its blocks have less shared memory."""
+    before, later = _looked_into(AMPERE, every=True), _looked_into(ARCHITECTURES[8, 6], every=True)
+    assert later.isdisjoint(before)
+    assert before | later >= set(all_units(ARCHITECTURES[8, 6]))
+    assert _looked_into(HOPPER, every=True) == set(all_units(HOPPER))
+    assert not _looked_into(ARCHITECTURES[10, 0], every=True)
 
 
 def test_every_kernel_of_every_generation_is_in_the_sample() -> None:
