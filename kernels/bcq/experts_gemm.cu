@@ -12,7 +12,7 @@ __device__ __forceinline__ void multiplyExperts(const ExpertsProblem& p) {
     const uint32 stages = barriers + kBarrierBytes, rings = stages + p.stages * S::kStageBytes;
     const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0), lane = threadIdx.x % kWarpSize;
     const ExpertsWork work(p);
-    prepareBarriers<S, Products>(barriers, p.stages);
+    prepareBarriers<S, Products>(barriers, p.stages, 1);
     __syncthreads();
     allowNextKernel();
     if (warp >= S::kGroups * kGroupWarps) {

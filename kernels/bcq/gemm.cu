@@ -11,7 +11,8 @@ template <bool kWarpgroup,  // whether the tensor cores of four warps multiply t
           int kRowGroups,   // of four consumer warps, each with rows of their own
           int kPhases,      // of such, which take k tiles in turn
           int kSlots,       // of a consumer warp's ring
-          bool kFine>       // of codes and many tokens: whether levels change within half a tile
+          bool kFine,       // of codes and many tokens: whether levels change within half a tile
+          int kPartners>    // blocks that copy x for each other: 1 or 2
 __global__ void __launch_bounds__((kRowGroups * kPhases + 1) * kGroupThreads, 1)
 bcqGemm(const uint4* __restrict__ tiles, const uint4* __restrict__ scales, const uint16* __restrict__ factors,
         const uint4* x, const __grid_constant__ TensorMap xMap,  // the map for codes and warpgroups, else x: gemm_tile.cuh
@@ -20,8 +21,8 @@ bcqGemm(const uint4* __restrict__ tiles, const uint4* __restrict__ scales, const
         int rangeTiles, int longRanges, int ranges, int tokenTiles, int tokenBand, int wholeItems, int activation) {
     constexpr bool kCodes = kOrder != kPlaneOrder;
     using Expansion = typename ExpansionOf<kOrder, kBits, kAdds, kDtype>::Type;
-    multiplyTokens<GemmShape<Expansion, kTokens, kRowGroups, kPhases, kSlots, kFine>,
-                   typename ProductsOf<kWarpgroup, kDtype, kTokens>::Type>(
+    multiplyTokens<GemmShape<Expansion, kTokens, kRowGroups, kPhases, kSlots, kFine, kPartners>,
+                   typename ProductsOf<kWarpgroup, kDtype, kTokens, kPartners>::Type>(
         {tiles, scales, factors, kCodes && kWarpgroup ? reinterpret_cast<const uint4*>(&xMap) : x, bias, residual, y,
          partials, ready, M, N, K, groups, groupMagic, entries, scaleBits, segments, stages, rangeTiles, longRanges, ranges,
          tokenTiles, tokenBand, wholeItems, activation});

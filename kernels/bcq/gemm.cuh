@@ -10,6 +10,8 @@
 //                the same rows in turn; and one group that copies x
 //   item         a range of n tiles x a tile of kTokens tokens; token tiles fastest within bands of tokenBand, so that
 //                blocks that run together share weights and x in L2
+//   partners     two blocks of a cluster that take the same k tiles of the same tokens at a time, each with rows of its own:
+//                each copies half of x, to both. "Block" below is such a pair then, and a range that of one of them
 //   work         the first wholeItems items are dealt in rounds, one a block. The k tiles of the others stand in a row, of
 //                which every block takes an equal share: the end of one item and the beginning of the next, say
 //   sums         of phases are added in order. Of an item that several blocks share, the first block adds those of the
@@ -20,6 +22,7 @@
 #pragma once
 #include "arrange.cuh"
 #include "grid.cuh"
+#include "../shared/cluster.cuh"
 #include "../shared/epilogue.cuh"
 
 constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
@@ -47,7 +50,7 @@ struct GemmProblem {
     int scaleBits;           // 16, or 8
     int segments;            // of a k tile: 1, 2, 4 or 8
     int stages;              // of x
-    int rangeTiles, longRanges, ranges;  // n tiles of a range, one more in the first longRanges; ranges
+    int rangeTiles, longRanges, ranges;  // n tiles of a range, one more in the first longRanges; ranges of each partner
     int tokenTiles, tokenBand;
     int wholeItems;          // a multiple of the blocks, or all
     int activation;          // of activation.cuh, or kNoActivation; before the residual is added
@@ -57,6 +60,10 @@ struct GemmProblem {
 struct WorkItem {
     int nTile, nTiles, tokenTile;
 };
+template <int kPartners>
+__device__ __forceinline__ int partner() { return kPartners > 1 ? clusterRank() : 0; }
+
+template <int kPartners = 1>
 __device__ __forceinline__ WorkItem workItem(const GemmProblem& p, int item) {
     int range = item, tokenTile = 0;
     if (p.tokenTiles > 1) {
@@ -65,6 +72,7 @@ __device__ __forceinline__ WorkItem workItem(const GemmProblem& p, int item) {
         range = within / height;
         tokenTile = band * p.tokenBand + within - range * height;
     }
+    range = range * kPartners + partner<kPartners>();
     return {range * p.rangeTiles + min(range, p.longRanges), p.rangeTiles + (range < p.longRanges), tokenTile};
 }
 
@@ -74,6 +82,7 @@ struct Segment {
 };
 
 // The work of a block. Computed anew wherever a segment begins or ends, which is cheaper than registers.
+template <int kPartners>
 struct BlockWork {
     int kTiles, rounds, shared, segments;  // rounds: of whole items; shared: k tiles of the others, of all blocks
     int block, blocks, firstShared, endShared;
@@ -84,7 +93,8 @@ struct BlockWork {
 
     __device__ __forceinline__ explicit BlockWork(const GemmProblem& p) : kTiles((p.K + kTileK - 1) / kTileK) {
         asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));  // volatile: not kept
-        blocks = gridDim.x;
+        block /= kPartners;
+        blocks = gridDim.x / kPartners;
         rounds = max(0, (p.wholeItems - block + blocks - 1) / blocks);
         shared = (p.ranges * p.tokenTiles - p.wholeItems) * kTiles;
         firstShared = shareStart(block), endShared = shareStart(block + 1);
@@ -108,13 +118,16 @@ struct StagePlace {
 };
 
 // Sizes of an instance.
-template <class Expansion, int kTokens_, int kRowGroups_, int kPhases_, int kSlots_, bool kFine_ = false>
+template <class Expansion, int kTokens_, int kRowGroups_, int kPhases_, int kSlots_, bool kFine_ = false,
+          int kPartners_ = 1>
 struct GemmShape {
     static constexpr int kBits = Expansion::kBits, kDtype = Expansion::kDtype;
     static constexpr bool kCodes = Expansion::kCodes;
     using Words = typename Expansion::Words;
     using Row = typename Expansion::Row;
     static constexpr int kTokens = kTokens_, kRowGroups = kRowGroups_, kPhases = kPhases_, kSlots = kSlots_;
+    static constexpr int kPartners = kPartners_;
+    using Work = BlockWork<kPartners>;
     // Registers of many tokens leave no room for two forms of a tile's products: an instance has one of them.
     static constexpr bool kFine = kFine_, kBothForms = kCodes && kTokens <= QK_GEMM_FEW_TOKENS;
     static constexpr int kGroups = kRowGroups * kPhases, kConsumers = kGroups * kGroupThreads;
@@ -131,12 +144,12 @@ __device__ __forceinline__ void copyX(const GemmProblem& p, uint32 barriers) {
     constexpr int kStageVectors = S::kStageBytes / kVectorBytes;
     typename Products::Copies copies(barriers + kBarrierBytes);
     StagePlace place{0, 1};
-    const BlockWork work(p);
+    const typename S::Work work(p);
     if constexpr (S::kCodes) copies.prepare(p.x);
     waitForPriorKernels();
     for (int index = 0; index < work.segments; ++index) {
         const Segment segment = work.segment(p, index);
-        const int tokenTile = workItem(p, segment.item).tokenTile;
+        const int tokenTile = workItem<S::kPartners>(p, segment.item).tokenTile;
         const size_t tile = size_t(tokenTile) * work.kTiles + segment.firstTile;
         const uint4* from = p.x + tile * S::kTileStages * kStageVectors;
         int column = segment.firstTile * kTileK;

@@ -8,7 +8,7 @@
 template <class S>
 __device__ __forceinline__ void finishSegment(float* acc, const GemmProblem& p, const Consumer& own, int itemNumber,
                                               uint32 start) {
-    const BlockWork work(p);
+    const typename S::Work work(p);
     const SharedItem<S> shared(p, work, itemNumber);
     if (work.block > shared.first) {
         shared.leave(acc, p, work);
@@ -16,7 +16,7 @@ __device__ __forceinline__ void finishSegment(float* acc, const GemmProblem& p, 
     }
     if (shared.last > shared.first) shared.collect(acc, p, work);
     if constexpr (S::kPhases > 1) addPhases<S>(acc, own.phase, start);
-    const WorkItem item = workItem(p, itemNumber);
+    const WorkItem item = workItem<S::kPartners>(p, itemNumber);
     if (own.phase > 0 || own.tile >= item.nTiles) return;
     writeTile<S>(acc, p, item.nTile + own.tile, item.tokenTile * S::kTokens, own.lane);
 }
@@ -27,13 +27,15 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     const uint32 barriers = (sharedAddress(dynamicShared) + kBarrierBytes - 1) & ~uint32(kBarrierBytes - 1);
     const uint32 stages = barriers + kBarrierBytes, rings = stages + p.stages * S::kStageBytes;
     const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0), lane = threadIdx.x % kWarpSize;
-    prepareBarriers<S, Products>(barriers, p.stages);
-    __syncthreads();
+    prepareBarriers<S, Products>(barriers, p.stages, S::kPartners);
+    if constexpr (S::kPartners > 1) meetCluster();  // what the partner's copies and arrivals find
+    else __syncthreads();
     allowNextKernel();
     if (warp >= S::kGroups * kGroupWarps) {
         Products::template registers<S::kGroups, false>();
         if (Products::copies(warp % kGroupWarps)) copyX<S, Products>(p, barriers);
         __syncwarp();
+        if constexpr (S::kPartners > 1) meetCluster();  // its copies have arrived here, and its arrivals
         return;
     }
 
@@ -55,7 +57,7 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     int k = own.phase;  // phases take the block's k tiles in turn, across its segments
 #pragma unroll 1
     for (int index = 0;; ++index) {
-        const BlockWork work(p);
+        const typename S::Work work(p);
         if (index >= work.segments) break;
         const Segment segment = work.segment(p, index);
         float acc[S::kTokens / 2] = {};
@@ -75,4 +77,5 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
         if (index == 0) waitForPriorKernels();  // which may read y, write the residual or use the partials' memory
         finishSegment<S>(acc, p, own, segment.item, sums);
     }
+    if constexpr (S::kPartners > 1) meetCluster();
 }

@@ -14,13 +14,13 @@ __device__ __forceinline__ void shareRegisters() {
     else giveRegisters<kKept>();
 }
 
-template <int kDtype, int kTokens>
+template <int kDtype, int kTokens, int kPartners = 1>
 struct WarpgroupProducts {
     static constexpr bool kCollective = true;
     static constexpr int kCopyArrivals = 1;
 
     // A stage of x is one bulk copy, or one of its tensor map for every panel: boxes of kTokens rows and kPanelK columns,
-    // 128-byte swizzle, zeros behind the rows and columns of x.
+    // 128-byte swizzle, zeros behind the rows and columns of x. Partners copy half of the rows each.
     struct Copies {
         uint32 stages;
         __device__ __forceinline__ explicit Copies(uint32 first) : stages(first) {}
@@ -34,10 +34,13 @@ struct WarpgroupProducts {
         __device__ __forceinline__ void rows(const GemmProblem& p, int token, int column, uint32 barrier, int stage,
                                              int) const {
             constexpr int kBytes = kTokens * kPanelRowBytes;
+            const int row = partner<kPartners>() * (kTokens / kPartners);
+            const uint32 to = stages + stage * kPanels * kBytes + row * kPanelRowBytes;
             barrierExpect(barrier, kPanels * kBytes);
 #pragma unroll
             for (int i = 0; i < kPanels; ++i) {
-                copyBox(stages + (stage * kPanels + i) * kBytes, p.x, column + i * kPanelK, token, barrier);
+                if constexpr (kPartners > 1) copyBoxToPair(to + i * kBytes, p.x, column + i * kPanelK, token + row, barrier);
+                else copyBox(to + i * kBytes, p.x, column + i * kPanelK, token, barrier);
             }
         }
     };
@@ -139,11 +142,11 @@ struct WarpProducts {
     __device__ __forceinline__ void wait() {}
 };
 
-template <bool kWarpgroup, int kDtype, int kTokens>
+template <bool kWarpgroup, int kDtype, int kTokens, int kPartners = 1>
 struct ProductsOf {
     using Type = WarpProducts<kDtype, kTokens>;
 };
-template <int kDtype, int kTokens>
-struct ProductsOf<true, kDtype, kTokens> {
-    using Type = WarpgroupProducts<kDtype, kTokens>;
+template <int kDtype, int kTokens, int kPartners>
+struct ProductsOf<true, kDtype, kTokens, kPartners> {
+    using Type = WarpgroupProducts<kDtype, kTokens, kPartners>;
 };

@@ -40,11 +40,11 @@ struct TilePlace {
 
 // The barriers of the stages of x: filled, read.
 template <class S, class Products>
-__device__ __forceinline__ void prepareBarriers(uint32 barriers, int stages) {
+__device__ __forceinline__ void prepareBarriers(uint32 barriers, int stages, int partners) {
     if (threadIdx.x >= stages) return;
     barrierInit(barriers + threadIdx.x * sizeof(uint64), Products::kCopyArrivals);
     barrierInit(barriers + (kMostStages + threadIdx.x) * sizeof(uint64),
-                S::kRowGroups * (Products::kCollective ? 1 : kGroupWarps));
+                S::kRowGroups * (Products::kCollective ? 1 : kGroupWarps) * partners);
 }
 
 // Add the products of a k tile to the sums, and make the tables of the one behind it, if there is one. kFine: whether
@@ -97,7 +97,11 @@ __device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, c
         if (word % S::kStageWords == S::kStageWords - 1) {
             products.template wait<0>();
             if (!Products::kCollective) __syncwarp();
-            if (own.signals) barrierArrive(barriers + (kMostStages + place.stage) * sizeof(uint64));
+            if (own.signals) {
+                const uint32 read = barriers + (kMostStages + place.stage) * sizeof(uint64);
+                barrierArrive(read);
+                if constexpr (S::kPartners > 1) remoteArrive(read, clusterRank() ^ 1);
+            }
             place.advance(1, p.stages);
         } else {
             products.template wait<1>();

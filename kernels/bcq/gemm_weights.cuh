@@ -30,7 +30,7 @@ struct WeightRing {
     }
     // The next segment that has a k tile for this phase.
     __device__ __forceinline__ void enterNext() {
-        const BlockWork work(p);
+        const typename S::Work work(p);
         Segment segment{0, 0, tiles};
         do {
             kTile -= segment.tiles;
@@ -40,7 +40,7 @@ struct WeightRing {
             }
             segment = work.segment(p, index);
         } while (kTile >= segment.tiles);
-        const WorkItem next = workItem(p, segment.item);
+        const WorkItem next = workItem<S::kPartners>(p, segment.item);
         const uint32 lane = threadIdx.x % kWarpSize, first = segment.firstTile + kTile;
         firstTile = segment.firstTile, tiles = segment.tiles;
         present = tile < next.nTiles;

@@ -80,6 +80,22 @@ __device__ __forceinline__ void clusterSync() {
 #endif
 }
 
+// The same without the promise about what was written, but for memory barriers that were made before.
+__device__ __forceinline__ void meetCluster() {
+#if QK_CLUSTERS
+    asm volatile("fence.mbarrier_init.release.cluster;\nbarrier.cluster.arrive.relaxed.aligned;\n"
+                 "barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// An arrival at the memory barrier of block `rank` at this address.
+__device__ __forceinline__ void remoteArrive(uint32 barrier, uint32 rank) {
+#if QK_CLUSTERS
+    asm volatile("{.reg .u32 place;\nmapa.shared::cluster.u32 place, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [place];\n}" ::"r"(barrier), "r"(rank) : "memory");
+#endif
+}
+
 // Two floats of block `rank` at an address of this block's shared memory.
 __device__ __forceinline__ float2 loadRemote8(uint32 shared, uint32 rank) {
     float2 pair{};

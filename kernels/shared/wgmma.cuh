@@ -129,6 +129,15 @@ __device__ __forceinline__ void copyBox(uint32 shared, const void* map, int colu
         : "memory");
 }
 
+// The same to the same address in both blocks of a cluster, whose own barriers at this address count the bytes.
+__device__ __forceinline__ void copyBoxToPair(uint32 shared, const void* map, int column, int row, uint32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
+        "[%4], %5;" ::"r"(shared),
+        "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(uint16(3))
+        : "memory");
+}
+
 // Bulk copies of kBlocks neighbouring blocks of tiles, k tile after k tile of kStep bytes; blocks behind the last copy it
 // again.
 template <int kBlocks, uint32 kStep>

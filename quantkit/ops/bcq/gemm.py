@@ -71,6 +71,7 @@ _SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {
     (8, True): _SPILLING_OF_8,
 }
 _NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
+_PAIRED_SHAPES = ((256, 2, 1, 3),)  # that also exist for blocks that copy x for each other; smaller tiles gain nothing
 WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
 
 
@@ -80,7 +81,8 @@ class GemmShape:
 
     tokens: of a tile. row_groups: groups of four consumer warps of a block, each with rows of its own. phases: as many
     times these groups, which take the k tiles of the same rows in turn. slots: of a warp's ring. warpgroups: whether
-    the four warps of a group multiply together.
+    the four warps of a group multiply together. partners: two where blocks in pairs take the same tokens, each with
+    rows of its own, and copy x for each other.
     """
 
     tokens: int
@@ -88,6 +90,7 @@ class GemmShape:
     phases: int
     slots: int
     warpgroups: bool
+    partners: int = 1
 
     @property
     def groups(self) -> int:
@@ -98,6 +101,11 @@ class GemmShape:
     def threads(self) -> int:
         """Of a block: the consumers, and a group that copies x."""
         return (self.groups + 1) * GROUP_WARPS * WARP_THREADS
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of x that a block copies at once: partners share a panel."""
+        return self.tokens // self.partners
 
     @property
     def panels(self) -> int:
@@ -121,7 +129,7 @@ class GemmLayout:
 
     ranges: parts of N, each with the rows of a block. whole_items: of the ranges times the tiles of tokens, those that
     a block does by itself; the k tiles of the others are shared out evenly among all blocks. stages: of x.
-    shared_mem: bytes.
+    shared_mem: bytes of a block. Where the shape has partners, a block is such a pair in all of the above but this.
     """
 
     shape: GemmShape
@@ -133,6 +141,11 @@ class GemmLayout:
     shared_mem: int
 
     @property
+    def grid(self) -> int:
+        """Blocks of the launch."""
+        return self.blocks * self.shape.partners
+
+    @property
     def shared_items(self) -> int:
         """Items whose k tiles are shared out."""
         return self.ranges * self.token_tiles - self.whole_items
@@ -141,7 +154,7 @@ class GemmLayout:
     def partial_floats(self) -> int:
         """Sums of shared items that blocks write to memory for each other."""
         consumers = self.shape.groups * GROUP_WARPS * WARP_THREADS
-        return self.blocks * _SHARED_ITEMS * self.shape.tokens // 2 * consumers if self.shared_items else 0
+        return self.grid * _SHARED_ITEMS * self.shape.tokens // 2 * consumers if self.shared_items else 0
 
 
 @dataclass(frozen=True)
@@ -198,7 +211,9 @@ def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
         spilling = () if it.order == Order.GRID else _SPILLING.get((it.weight_bits, it.offsets_apart), ())
         known = tuple(numbers for numbers in _WARPGROUP_SHAPES if numbers not in spilling)
         known += () if it.weight_bits <= _FEW_BITS else _NARROW_SHAPES
-    return (GemmShape(*numbers, warpgroups) for numbers in known)
+    yield from (GemmShape(*numbers, warpgroups) for numbers in known)
+    if warpgroups and it.order.for_batches:
+        yield from (GemmShape(*numbers, warpgroups, 2) for numbers in known if numbers in _PAIRED_SHAPES)
 
 
 def whole_stages(shape: GemmShape, room: int) -> int:
@@ -214,7 +229,10 @@ def whole_stages(shape: GemmShape, room: int) -> int:
 
 def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
     """Layouts with as many stages of x as there is room for: whole items alone, and those of the last round shared."""
-    ranges, token_tiles = ceil(it.n_tiles / (GROUP_WARPS * shape.row_groups)), ceil(it.tokens / shape.tokens)
+    row_tiles, token_tiles = GROUP_WARPS * shape.row_groups, ceil(it.tokens / shape.tokens)
+    if shape.partners > 1 and (it.n_tiles <= row_tiles or it.gpu.processors < shape.partners):
+        return  # the other partner would have no rows, or no place
+    ranges = ceil(it.n_tiles / (row_tiles * shape.partners))
     warps = shape.groups * GROUP_WARPS
     rings, tables = warps * shape.slots * it.slot_bytes, warps * 2 * it.table_bytes
     sums = (shape.phases - 1) * shape.row_groups * GROUP_WARPS * TILE_N * shape.tokens * FLOAT_BYTES
@@ -224,7 +242,7 @@ def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
     if not stages:
         return
     sizes = stages, 2 * GEMM_BARRIER_BYTES + own + stages * shape.stage_bytes
-    items, processors = ranges * token_tiles, it.gpu.processors
+    items, processors = ranges * token_tiles, it.gpu.processors // shape.partners
     yield GemmLayout(shape, ranges, token_tiles, items, min(items, processors), *sizes)
     whole = items // processors * processors
     even = processors // items * items  # blocks that have a share of one item each
@@ -268,7 +286,14 @@ def gemm_arguments(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> tup
 def gemm_unit(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> CompileUnit:
     """The instance for a problem, activations and a shape of gemm_layouts."""
     fine = it.order.for_batches and shape.tokens > GEMM_FEW_TOKENS and it.segments > _HALF_TILES
-    arguments = (shape.warpgroups, it.weight_bits, it.order.number, *gemm_arguments(it, dtype, shape), fine)
+    arguments = (
+        shape.warpgroups,
+        it.weight_bits,
+        it.order.number,
+        *gemm_arguments(it, dtype, shape),
+        fine,
+        shape.partners,
+    )
     return CompileUnit(SOURCES[Kernel.BCQ_GEMM_MMA], "bcqGemm", arguments)
 
 

@@ -45,6 +45,7 @@ _COSTS = {
     Order.CODES: Costs(391, 75, _PRODUCT, 850, 35, 6943, 0, 157, 19),
     Order.GRID: Costs(607, 0, {8: 24, 16: 0, 32: 91, 64: 321, 128: 758, 256: 1500}, 1510, 302, 4918, 4, 229, 30),
 }
+_PAIRED = 0.98  # what blocks that copy x for each other take of the time of others, from 1024 tokens on 0.92 to 1.01
 
 
 def cycles(it: GemmProblem, layout: GemmLayout) -> float:
@@ -52,11 +53,12 @@ def cycles(it: GemmProblem, layout: GemmLayout) -> float:
     shape, phases, costs = layout.shape, layout.shape.phases, _COSTS[it.order]
     rounds = ceil(layout.whole_items / layout.blocks)
     tiles = rounds * it.k_tiles + ceil(layout.shared_items * it.k_tiles / layout.blocks)
-    busy_groups = phases * ceil(it.n_tiles / (layout.ranges * _GROUP_WARPS))
+    busy_groups = phases * ceil(it.n_tiles / (layout.ranges * shape.partners * _GROUP_WARPS))
     tile = costs.expand + it.weight_bits * costs.plane + costs.product[shape.tokens]
     step = max(busy_groups * tile, costs.latency + tile / 2, phases * shape.tokens * TILE_K * 2 / costs.x_bytes)
     shared = layout.shared_items and (1 if layout.blocks % layout.shared_items == 0 else 2)  # segments of a block
     others = max(0.0, layout.blocks / layout.shared_items - 1) if layout.shared_items else 0.0
     sums = ((rounds + shared) * costs.row_group + others * costs.collect) * shape.tokens * shape.row_groups
     sums += costs.shared * shared + (phases - 1) * costs.phase
-    return ceil(tiles / phases) * step + sums
+    alone = ceil(tiles / phases) * step + sums
+    return alone if shape.partners == 1 else alone * _PAIRED

@@ -54,6 +54,11 @@ class _Plan:
     partials: int
     work_bytes: int
 
+    @property
+    def counts(self) -> int:
+        """By which blocks that share items wait for each other."""
+        return self.layout.shared_items * self.layout.shape.partners
+
 
 def gemm_problem(weight: BcqTiles, tokens: int, gpu: Gpu) -> GemmProblem:
     """What the fused product's layout depends on. Raises KernelError where the group size is no multiple of 32."""
@@ -72,7 +77,7 @@ def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) 
     multiply = Launch(
         plan.unit,
         x.device,
-        grid=(plan.layout.blocks,),
+        grid=(plan.layout.grid,),
         block=plan.layout.shape.threads,
         args={
             **weight_args(weight),
@@ -80,15 +85,22 @@ def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) 
             **plan.args,
             **(_rows(x, plan.layout.shape) if weight.order.for_batches else {"x": arranged, "xMap": None}),
             "partials": Within(work, plan.partials),
-            "ready": zero_counts(plan.layout.shared_items, x.device),
+            "ready": zero_counts(plan.counts, x.device),
         },
         shared_mem=plan.layout.shared_mem,
         overlap=product.weights_ready,
+        cluster=plan.layout.shape.partners,
     )
     if weight.order.for_batches:
         return (multiply,)
     sizes = {"tokens": x.shape[0], "tile_tokens": plan.layout.shape.tokens, "bits": weight.weight_bits}
     return arrange_launch(ARRANGE, x, arranged=arranged, **sizes, own={}), multiply
+
+
+def gemm_work(product: Product, gpu: Gpu) -> tuple[int, int, int]:
+    """Of the planned launches: bytes of work memory, where sums for other blocks begin in it, and counts of those."""
+    plan = _plan(product.weight.sizes, product.x.shape[0], product.x.dtype, gpu, None)
+    return plan.work_bytes, plan.partials, plan.counts
 
 
 def gemm(product: Product, layout: GemmLayout | None = None) -> Tensor:
@@ -104,7 +116,7 @@ def _rows(x: Tensor, shape: GemmShape) -> dict[str, Argument]:
         x = pad(x, (0, -x.shape[1] % VECTOR_VALUES)) if x.shape[1] % VECTOR_VALUES else x.clone()
     columns = {"K": x.shape[1]}
     if shape.warpgroups:
-        return {"x": None, "xMap": TensorMap(x, shape.tokens, PANEL_K), **columns}
+        return {"x": None, "xMap": TensorMap(x, shape.box_rows, PANEL_K), **columns}
     return {"x": x, "xMap": None, **columns}
 
 
@@ -118,7 +130,7 @@ def _problem(sizes: BcqSizes, tokens: int, gpu: Gpu) -> GemmProblem:
 def _plan(sizes: BcqSizes, tokens: int, dtype: torch.dtype, gpu: Gpu, layout: GemmLayout | None) -> _Plan:
     it = _problem(sizes, tokens, gpu)
     layout = layout or plan_gemm(it)
-    range_tiles, long_ranges = divmod(it.n_tiles, layout.ranges)
+    range_tiles, long_ranges = divmod(it.n_tiles, layout.ranges * layout.shape.partners)
     args: dict[str, Argument] = {
         "groupMagic": group_magic(sizes.group_size, sizes.in_features, TILE_K // it.segments),
         "scaleBits": it.scale_bits,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import astuple
 from itertools import product as combinations
 
 import pytest
@@ -54,7 +53,8 @@ def test_every_weight_that_fits_has_a_layout_with_a_known_instance(row: Architec
             round_stages = layout.shape.phases * layout.shape.tile_stages
             assert layout.stages >= max(2, round_stages)  # every phase holds a tile of x
             assert layout.stages % round_stages == 0  # and a stage is always of the same phase
-            assert layout.ranges <= problem.n_tiles
+            assert layout.ranges * layout.shape.partners <= problem.n_tiles  # every block has rows
+            assert layout.grid <= PROCESSORS  # all blocks run at once, as they wait for each other
             assert {gemm_unit(problem, dtype, layout.shape) for dtype in TYPES} <= units
         assert plan_gemm(problem) == gemm_layouts(problem)[0]
 
@@ -74,7 +74,7 @@ def test_python_and_cuda_agree_on_the_sizes_in_shared_memory(monkeypatch: pytest
         it = GemmProblem(bits, order.scales(bits) + offset, 16, segments, 1, 1, 1, Gpu(row, PROCESSORS), order)
         for layout in gemm_layouts(it):
             shape = layout.shape
-            sizes = ", ".join(map(str, astuple(shape)[:-1]))
+            sizes = ", ".join(map(str, (shape.tokens, shape.row_groups, shape.phases, shape.slots)))
             expansion = f"ExpansionOf<{order.number}, {bits}, {int(it.offsets_apart)}, 0>::Type"
             name = f"GemmShape<{expansion}, {sizes}>"
             scales = f"{segments} * QK_TILE_N * {it.entries} * 2"
@@ -165,6 +165,22 @@ def test_planned_layout_on_odd_shapes(
 
 
 @pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("tokens", [70, 300])
+@pytest.mark.parametrize("order", [Order.CODES, Order.GRID])
+def test_partners_on_odd_shapes(order: Order, tokens: int) -> None:
+    gpu, weight = _gpu(None), random_weight(4, 330, 777, 128, offset=True, equal_steps=order == Order.GRID)
+    x, tiles = torch.randn(tokens, 777, device=CUDA).half(), weight.to(CUDA).tiled(order)
+    pairs = [layout for layout in _layouts(tiles, tokens, gpu) if layout.shape.partners > 1]
+    if not pairs:
+        pytest.skip("this GPU has no copies by boxes")
+    for layout in pairs:
+        y = _multiply(x, tiles, None, gpu, layout)
+        assert relative_error(y, reference(weight, x, None)) < RTOL[torch.float16]
+        assert torch.equal(_multiply(x, tiles, None, gpu, layout), y)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("k", [1000, 1001, 1024])
 def test_rows_of_x_that_are_no_aligned_vectors_are_copied_first(k: int, row: Architecture | None) -> None:
@@ -206,13 +222,15 @@ def test_thousands_of_tokens_through_the_op(order: Order) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("tokens", [5, 70])
-def test_a_graph_replays_what_blocks_add_up_for_each_other(tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "partners"), [(5, 1), (70, 1), (70, 2)])
+def test_a_graph_replays_what_blocks_add_up_for_each_other(tokens: int, partners: int) -> None:
     """The counts by which blocks wait for each other begin at zero in every replay."""
     weight = random_weight(4, 1040, 2560, 128, offset=True)
     tiles, gpu = weight.to(CUDA).tiled(Order.CODES), _gpu(None)
-    layout = next(layout for layout in _layouts(tiles, tokens, gpu) if layout.shared_items)
-    x = torch.randn(tokens, 2560, device=CUDA).half()
+    shared = [it for it in _layouts(tiles, tokens, gpu) if it.shared_items and it.shape.partners == partners]
+    if not shared:
+        pytest.skip("this GPU has no copies by boxes")
+    layout, x = shared[0], torch.randn(tokens, 2560, device=CUDA).half()
     expected = _multiply(x, tiles, None, gpu, layout)
     graph, product = torch.cuda.CUDAGraph(), Product.of(x, tiles, None)
     with torch.cuda.graph(graph):
