@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,12 +10,14 @@ import torch
 
 from quantkit.cuda.architectures import architecture
 from quantkit.cuda.compile import CompileUnit, cached_cubin, cupy_install_line
-from quantkit.cuda.driver import LoadedKernel
+from quantkit.cuda.driver import FixedLaunch, LaunchShape, LoadedKernel
 from quantkit.cuda.parameters import Argument, check_arguments, kernel_parameters
 from quantkit.errors import KernelError
 
 DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """Element types as kernels number them: FLOAT16, BFLOAT16 and FLOAT32 of their constants."""
+MOST_FIXED = 1 << 14
+"""Launches of a kind that are kept: layers of a model times numbers of tokens that a server meets."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -24,7 +26,7 @@ class Launch:
 
     device: where it runs and its tensors are. grid: blocks. block: threads. args: by the names of the kernel's
     parameters, see Argument. shared_mem: bytes of dynamic shared memory per block; None: those of the unit.
-    overlap: programmatic dependent launch where the GPU has it, see LoadedKernel.queue for what that demands.
+    overlap: programmatic dependent launch where the GPU has it, see LaunchShape for what that demands.
     cluster: blocks along x that see each other's shared memory; more than one where the architecture has clusters.
     """
 
@@ -57,19 +59,58 @@ class Launch:
 
     def _queue(self, index: int) -> None:
         """The same on the current device, of this number."""
+        kernel, shape = self._loaded(index)
+        kernel.queue(self.args, shape, raw_stream(index))
+
+    def fixed(self, *open_names: str) -> FixedLaunch:
+        """The same to be queued again with other tensors and maps of these names, on its own device.
+
+        Raises KernelError, see run.
+        """
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        with torch.cuda.device(index):
+            kernel, shape = self._loaded(index)
+            return kernel.fixed(self.args, shape, open_names)
+
+    def _loaded(self, index: int) -> tuple[LoadedKernel, LaunchShape]:
         kernel, overlaps = _load(self.unit, index)
         if len(self.args) != len(kernel.parameters) or not kernel.checked:
             self.check()
             kernel.checked = True
-        kernel.queue(
-            self.args,
-            grid=self.grid,
-            block=self.block,
-            shared_mem=self.unit.shared_mem if self.shared_mem is None else self.shared_mem,
-            stream=torch._C._cuda_getCurrentRawStream(index),  # a torch.cuda.Stream takes as long as the launch
-            overlap=self.overlap and overlaps,
-            cluster=self.cluster,
-        )
+        shared_mem = self.unit.shared_mem if self.shared_mem is None else self.shared_mem
+        return kernel, LaunchShape(self.grid, self.block, shared_mem, self.overlap and overlaps, self.cluster)
+
+
+class FixedLaunches:
+    """Launches that come again and again, by all that they depend on but addresses; they are made once and kept."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], FixedLaunch] = {}
+
+    def of(self, key: tuple[object, ...], make: Callable[[], Launch], *open_names: str) -> FixedLaunch:
+        """The launch of a key; made by ``make`` where it is new, see Launch.fixed."""
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) >= MOST_FIXED:
+                self._kept.clear()
+            found = self._kept[key] = make().fixed(*open_names)
+        return found
+
+
+def queue_fixed(launch: FixedLaunch, device: torch.device, words: Sequence[int], encoded: bytes = b"") -> None:
+    """Queue a fixed launch on the current stream of its device, see FixedLaunch.queue."""
+    index = torch.cuda.current_device()
+    if device.index in (None, index):
+        launch.queue(words, encoded, raw_stream(index))
+    else:
+        with torch.cuda.device(device):
+            launch.queue(words, encoded, raw_stream(device.index))
+
+
+def raw_stream(index: int) -> int:
+    """The current CUstream of a device; a torch.cuda.Stream takes as long as a launch."""
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream
 
 
 @cache

@@ -40,11 +40,12 @@ class TensorMap(NamedTuple):
     def encoded(self) -> bytes:
         """What the kernel takes. Raises KernelError with the driver's error number, or where the driver has no maps."""
         rows, columns = self.matrix.shape
-        return _encoded(self.matrix.data_ptr(), rows, columns, self.box_rows, self.box_columns)
+        return encoded_map(self.matrix.data_ptr(), rows, columns, self.box_rows, self.box_columns)
 
 
 @lru_cache(_KEPT)
-def _encoded(address: int, rows: int, columns: int, box_rows: int, box_columns: int) -> bytes:
+def encoded_map(address: int, rows: int, columns: int, box_rows: int, box_columns: int) -> bytes:
+    """What TensorMap.encoded gives for a matrix at an address."""
     memory = (ctypes.c_char * (MAP_BYTES + _ALIGNMENT))()
     start = -ctypes.addressof(memory) % _ALIGNMENT
     code = _encoder()(

@@ -1,10 +1,10 @@
 """Measure which bcq kernel is fastest for common shapes on this GPU, for the table that comes with quantkit.
 
 python scripts/nuqmm/measure_kernels.py [--bits 2,3,4] [--groups 128] [--orders planes,codes,grid]
-    [--table kernels/bcq/measured.json]
+    [--tokens 1024,2048,4096] [--table kernels/bcq/measured.json]
 
 Shapes are the powers of two that stand for a shape class (quantkit/ops/bcq/autotune.py). Classes that the table has for
-this GPU are measured again.
+this GPU are measured again; with --tokens at these numbers of tokens alone, and keep their other kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.ops.bcq.autotune import measured_kernels, shape_class
+from quantkit.ops.bcq.autotune import TOKEN_CLASSES, measured_kernels, shape_class
 from quantkit.ops.bcq.order import GRID_PLANES, Order
 from scripts.common import chosen, needed_gpu, run_script, write_document
 from scripts.nuqmm.tune_bcq import random_tiles
@@ -31,9 +31,11 @@ def main() -> None:
     parser.add_argument("--bits", default="2,3,4")
     parser.add_argument("--groups", default="128")
     parser.add_argument("--orders", default="planes,codes,grid", help="of the weight in memory; grid: of 4 bits")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKEN_CLASSES)))
     parser.add_argument("--table", type=Path, default=Path("kernels/bcq/measured.json"))
     options = parser.parse_args()
     orders = [Order(name) for name in chosen("--orders", options.orders, tuple(Order))]
+    tokens = sorted(int(count) for count in chosen("--tokens", options.tokens, tuple(map(str, TOKEN_CLASSES))))
     device = needed_gpu()
     table = json.loads(options.table.read_text(encoding="utf-8"))
     classes = table.setdefault(torch.cuda.get_device_name(device), {})
@@ -45,7 +47,8 @@ def main() -> None:
         scales = made.scale_tiles[..., : order.scales(int(bits)) + 1, :].contiguous()
         weight = replace(made, order=order, scale_tiles=scales)
         name = shape_class(weight.weight_bits, 1 << n, 1 << k, weight.group_size, order=order)
-        classes[name] = measured_kernels(weight)
+        kernels = {**classes.get(name, {}), **measured_kernels(weight, tokens)}
+        classes[name] = dict(sorted(kernels.items(), key=lambda item: int(item[0])))
         print(
             name, *(f"{tokens}:{kernel.removeprefix('bcq_')}" for tokens, kernel in classes[name].items()), flush=True
         )

@@ -15,8 +15,8 @@ import torch
 
 from quantkit.cuda import driver, launch
 from quantkit.cuda.compile import CompileUnit
-from quantkit.cuda.driver import LoadedKernel
-from quantkit.cuda.launch import Launch
+from quantkit.cuda.driver import LaunchShape, LoadedKernel
+from quantkit.cuda.launch import FixedLaunches, Launch, queue_fixed
 from quantkit.cuda.parameters import Argument, Parameter, Within
 from quantkit.cuda.source import KernelSource
 from quantkit.cuda.tensor_map import MAP_BYTES, TensorMap
@@ -115,10 +115,43 @@ def test_a_tensor_map_is_passed_by_value(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(TensorMap, "encoded", lambda self: bytes(range(MAP_BYTES)))
     names = (("first", "int"), ("x", "TensorMap"), ("last", "int"))
     kernel = LoadedKernel(SimpleNamespace(ptr=HANDLE), tuple(Parameter(*name, False) for name in names))
-    sizes = {"grid": (1,), "block": 32, "shared_mem": 0, "stream": STREAM, "overlap": False, "cluster": 1}
-    kernel.queue({"first": 3, "x": TensorMap(torch.zeros(2, 8), 8, 8), "last": 4}, **sizes)
-    kernel.queue({"first": 3, "x": None, "last": 4}, **sizes)
-    assert read == [(3, bytes(range(MAP_BYTES)), 4), (3, bytes(MAP_BYTES), 4)]
+    shape = LaunchShape((1,), 32, 0, overlap=False, cluster=1)
+    given = {"first": 3, "x": TensorMap(torch.zeros(2, 8), 8, 8), "last": 4}
+    kernel.queue(given, shape, STREAM)
+    kernel.queue({**given, "x": None}, shape, STREAM)
+    kernel.fixed(given, shape, ("x",)).queue((), bytes(reversed(range(MAP_BYTES))), STREAM)
+    encoded = bytes(range(MAP_BYTES))
+    assert read == [(3, encoded, 4), (3, bytes(MAP_BYTES), 4), (3, encoded[::-1], 4)]
+
+
+def test_a_fixed_launch_takes_other_pointers_and_nothing_else(machine: Driver, given: Callable[..., Launch]) -> None:
+    x, y = torch.zeros(2), torch.zeros(4, dtype=torch.uint8)
+    fixed = given(x=x, overlap=True).fixed("y", "x")
+    given(count=9).run()  # what the thread queued before does not show
+    queue_fixed(fixed, CPU, (y.data_ptr(), x.data_ptr() + 4))
+    queue_fixed(fixed, CPU, (0, x.data_ptr()))
+    assert machine.values[1:] == [
+        (x.data_ptr() + 4, -7, 2**32 - 1, 3.0, y.data_ptr(), 1.5),
+        (x.data_ptr(), -7, 2**32 - 1, 3.0, None, 1.5),
+    ]
+    assert machine.configs[1] == machine.configs[2]
+    assert machine.configs[1] == {
+        **machine.configs[0],
+        "attributes": {driver._PROGRAMMATIC_STREAM_SERIALIZATION: (1, 0, 0)},
+    }
+
+
+def test_fixed_launches_are_made_once_a_key(machine: Driver, given: Callable[..., Launch]) -> None:
+    kept, made = FixedLaunches(), []
+
+    def make() -> Launch:
+        made.append(given())
+        return made[-1]
+
+    assert kept.of(("a", 1), make, "x") is kept.of(("a", 1), make, "x")
+    assert kept.of(("a", 2), make, "x") is not kept.of(("a", 1), make, "x")
+    assert len(made) == 2
+    assert not machine.values
 
 
 def test_sizes_stream_and_attributes_reach_the_driver(machine: Driver, given: Callable[..., Launch]) -> None:

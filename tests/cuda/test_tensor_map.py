@@ -37,10 +37,10 @@ class Encoder:
 def encoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Encoder]:
     made = Encoder()
     monkeypatch.setattr(tensor_map, "cuda_library", lambda: SimpleNamespace(cuTensorMapEncodeTiled=made))
-    for kept in (tensor_map._encoder, tensor_map._encoded):
+    for kept in (tensor_map._encoder, tensor_map.encoded_map):
         kept.cache_clear()
     yield made
-    for kept in (tensor_map._encoder, tensor_map._encoded):
+    for kept in (tensor_map._encoder, tensor_map.encoded_map):
         kept.cache_clear()
 
 

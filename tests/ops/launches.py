@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from quantkit.cuda.architectures import Architecture
 from quantkit.cuda.device import gpu_of
-from quantkit.cuda.launch import Launch
-from quantkit.ops.bcq import gemm_launch
+from quantkit.cuda.driver import FixedLaunch, LoadedKernel
+from quantkit.cuda.launch import FixedLaunches, Launch
+from quantkit.cuda.parameters import kernel_parameters
+from quantkit.cuda.tensor_map import MAP_BYTES
+from quantkit.ops.bcq import bound, gemm_launch
+from quantkit.ops.decode import op as decode_op
 
 PROCESSORS = 20
 MOST_GRID = (2**31 - 1, 65535, 65535)
@@ -33,6 +38,14 @@ class Recorder:
         assert launch.cluster == 1 or (self.row.clusters and launch.grid[0] % launch.cluster == 0)
         self.launches.append(launch)
 
+    def fix(self, launch: Launch, names: tuple[str, ...]) -> FixedLaunch:
+        """Taken once, when it is made."""
+        self.take(launch)
+        known = {parameter.name for parameter in kernel_parameters(launch.unit.source, launch.unit.function)}
+        assert set(names) <= known
+        idle = SimpleNamespace(run_fixed=lambda *call: None)
+        return FixedLaunch(cast(LoadedKernel, idle), b"", b"", (), None)
+
     @property
     def functions(self) -> list[str]:
         return [launch.unit.function for launch in self.launches]
@@ -46,6 +59,13 @@ def record(monkeypatch: pytest.MonkeyPatch, row: Architecture) -> Recorder:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: row.title)
     monkeypatch.setattr(Launch, "run", lambda launch: recorder.take(launch))
-    monkeypatch.setattr(gemm_launch, "zero_counts", lambda count, device: torch.zeros(count, dtype=torch.int32))
+    monkeypatch.setattr(Launch, "fixed", lambda launch, *names: recorder.fix(launch, names))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(decode_op, "_fixed", FixedLaunches())
+    bound.forget_products()
+    for module in (gemm_launch, bound):
+        monkeypatch.setattr(module, "zero_counts", lambda count, device: torch.zeros(count, dtype=torch.int32))
+    monkeypatch.setattr(bound, "encoded_map", lambda *matrix: bytes(MAP_BYTES))
     gpu_of.cache_clear()
     return recorder

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -40,7 +40,7 @@ from quantkit.ops.bcq.order import Order
 from quantkit.storage.checks import check_document, map_of, text
 from quantkit.storage.documents import read_json
 
-TOKEN_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+TOKEN_CLASSES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _FEW_TOKENS = 8
 _GEMM_TOKENS = 4  # from which on the fused product may be fastest
 _GEMV_TOKENS = 16  # up to which INT8 products for 8 tokens may be
@@ -57,6 +57,7 @@ _ORDER_NAMES = {Order.PLANES: "", Order.CODES: "-batch", Order.GRID: "-grid"}  #
 _AGAIN = "delete it to measure again"
 
 Measurements = dict[str, dict[str, dict[str, str]]]
+_DEPENDENT: list[Callable[[], None]] = []
 
 
 @cache
@@ -181,9 +182,17 @@ def _chosen(
 
 
 def read_table_again() -> None:
-    """Forget what the user's table said."""
+    """Forget what the user's table said, and what was chosen by it."""
     _table.cache_clear()
     _chosen.cache_clear()
+    for forget in _DEPENDENT:
+        forget()
+
+
+def forgotten_with_the_table(forget: Callable[[], None]) -> Callable[[], None]:
+    """Have a function called whenever the table is read again: choices that others keep are made anew."""
+    _DEPENDENT.append(forget)
+    return forget
 
 
 def ensure_measured(weight: BcqTiles) -> None:
@@ -225,14 +234,14 @@ def _written_alone() -> Iterator[None]:
         yield
 
 
-def measured_kernels(weight: BcqTiles) -> dict[str, str]:
-    """By number of tokens, the kernel that is clearly fastest on this weight's GPU, or the usual one."""
+def measured_kernels(weight: BcqTiles, classes: Sequence[int] = TOKEN_CLASSES) -> dict[str, str]:
+    """By number of tokens the kernel that is clearly fastest on this weight's GPU, or the usual one."""
     device, in_features = weight.tiles.device, weight.in_features
     best: dict[str, str] = {}
     other = _copy(weight)
     shape = {"weight_bits": weight.weight_bits, "group_size": weight.group_size, "in_features": in_features}
     usable = candidates(torch.float16, _architecture(device), **shape, order=weight.order)
-    for tokens in TOKEN_CLASSES:
+    for tokens in classes:
         x = torch.randn(tokens, in_features, dtype=torch.float16, device=device)
         seconds = {
             kernel: cold_seconds(_call(kernel, x, other), _call(kernel, x, weight), device)

@@ -23,6 +23,7 @@ from quantkit.cuda.device import gpu_of
 from quantkit.formats.bcq import ROW_WISE, BcqTensors, dequantize_stored, group_count
 from quantkit.formats.planes import pack_bits
 from quantkit.ops.bcq.autotune import choose
+from quantkit.ops.bcq.bound import bound_product
 from quantkit.ops.bcq.candidates import OF_PLANES
 from quantkit.ops.bcq.experts import ExpertsKernel, ExpertsProduct, choose_experts_kernel, experts_product
 from quantkit.ops.bcq.launch import dequantize_tiles, product
@@ -167,6 +168,9 @@ def _linear_cuda(op: BcqLinear) -> Tensor:
 
 
 def _prepared_cuda(op: BcqLinearPrepared) -> Tensor:
+    y = bound_product(op) if op.implementation == AUTO else None
+    if y is not None:
+        return y
     return _product(op.x, op.weight, op.bias, op.implementation, weights_ready=op.weights_ready)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.cuda.device import gpu_of
+from quantkit.cuda.launch import FixedLaunches, Launch, queue_fixed
 from quantkit.cuda.parameters import Argument, Within
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.decode.launch import (
@@ -27,6 +28,8 @@ from quantkit.ops.decode.launch import (
 from quantkit.ops.decode.layout import DTYPES, gated_takes_halves, norm_takes
 from quantkit.ops.decode.plan import attention_block, head_blocks, split_count
 from quantkit.ops.registry import define_op
+
+_fixed = FixedLaunches()
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, *, centered: bool) -> Tensor:
@@ -120,7 +123,20 @@ def _rms_norm_reference(op: RmsNorm) -> Tensor:
 def _rms_norm_cuda(op: RmsNorm) -> Tensor:
     if not _takes_norm(op.x, op.weight):
         return _rms_norm_reference(op)
-    return norm(op.x, op.weight, None, op.epsilon, centered=False)
+    x = op.x.contiguous()
+    y = torch.empty_like(x)
+    launch = _fixed.of(
+        ("norm", x.device, x.dtype, x.numel(), x.shape[-1], op.epsilon),
+        lambda: _rms_launch(x, None, op, total=x, y=y),
+        *("x", "weight", "sum", "y"),
+    )
+    queue_fixed(launch, x.device, (x.data_ptr(), op.weight.data_ptr(), x.data_ptr(), y.data_ptr()))
+    return y
+
+
+def _rms_launch(x: Tensor, addend: Tensor | None, op: RmsNorm | AddRmsNorm, *, total: Argument, y: Argument) -> Launch:
+    parameters = op.weight, None
+    return norm_launch(x, addend, parameters=parameters, epsilon=op.epsilon, centered=False, total=total, y=y)
 
 
 def _add_rms_norm_reference(op: AddRmsNorm) -> Tensor:
@@ -133,8 +149,13 @@ def _add_rms_norm_cuda(op: AddRmsNorm) -> Tensor:
         return _add_rms_norm_reference(op)
     x, addend = op.x.contiguous(), op.addend.contiguous()
     made = x.new_empty(2, *x.shape)
-    places: dict[str, Argument] = {"total": made, "y": Within(made, x.nbytes)}
-    norm_launch(x, addend, parameters=(op.weight, None), epsilon=op.epsilon, centered=False, **places).run()
+    launch = _fixed.of(
+        ("sum and norm", x.device, x.dtype, x.numel(), x.shape[-1], op.epsilon),
+        lambda: _rms_launch(x, addend, op, total=made, y=Within(made, x.nbytes)),
+        *("x", "addend", "weight", "sum", "y"),
+    )
+    total = made.data_ptr()
+    queue_fixed(launch, x.device, (x.data_ptr(), addend.data_ptr(), op.weight.data_ptr(), total, total + x.nbytes))
     return made
 
 
@@ -152,7 +173,13 @@ def _gated_cuda(op: GatedHalves) -> Tensor:
     if not gated_takes_halves(x) or not x.numel():
         return _gated_reference(op)
     y = x.new_empty(*x.shape[:-1], width)
-    gated_halves_launch(x, y, op.activation).run()
+    launch = _fixed.of(
+        ("gated", x.device, x.dtype, x.numel(), width, op.activation),
+        lambda: gated_halves_launch(x, y, op.activation),
+        *("gate", "up", "y"),
+    )
+    gate = x.data_ptr()
+    queue_fixed(launch, x.device, (gate, gate + width * x.itemsize, y.data_ptr()))
     return y
 
 

@@ -18,7 +18,7 @@ from tests.ops.bcq.cases import BINARY, DEQUANTIZE, GEMM, GEMM_MMA, INT8, KERNEL
 
 GPU = "Some GPU"
 CPU = torch.device("cpu")
-MANY = ("32", "64", "128", "256", "512", "1024", "2048")
+MANY = ("32", "64", "128", "256", "512", "1024", "2048", "4096")
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_unmeasured_shapes_follow_the_gpu_generation(table: Path, monkeypatch: p
 def test_the_table_decides_and_an_edit_overrides(table: Path) -> None:
     rows = {str(count): BINARY if count <= 16 else GEMM for count in autotune.TOKEN_CLASSES}
     table.write_text(json.dumps({gpu_key(CPU): {"q4-s128-n12-k12": rows}}))
-    assert [choose(x(count), 4, 4096, 128) for count in (3, 9, 17, 2049)] == [BINARY, BINARY, GEMM, DEQUANTIZE]
+    assert [choose(x(count), 4, 4096, 128) for count in (3, 9, 17, 4097)] == [BINARY, BINARY, GEMM, DEQUANTIZE]
     table.write_text(table.read_text().replace('"1": "bcq_binary_gemv"', '"1": "bcq_lut_gemv"'))
     autotune.read_table_again()
     assert choose(x(1), 4, 4096, 128) == LUT
@@ -134,7 +134,7 @@ def test_a_new_class_is_measured_on_two_copies_of_the_weight(
     (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
     assert rows == dict.fromkeys(("1", "2", "4", "8"), LUT) | {"16": INT8} | dict.fromkeys(MANY, GEMM)
     assert (min(tokens[INT8]), max(tokens[INT8])) == (least, 16)  # one row is never faster on it with wide groups
-    assert (min(tokens[GEMM]), max(tokens[GEMM])) == (4, 2048)
+    assert (min(tokens[GEMM]), max(tokens[GEMM])) == (4, 4096)
     assert max(tokens[LUT]) == 8
     count = len(timed)
     autotune.ensure_measured(weight)
@@ -168,7 +168,7 @@ def test_the_usual_kernel_stays_where_another_is_hardly_faster(table: Path, monk
     autotune.ensure_measured(weight)
     (rows,) = json.loads(table.read_text())[gpu_key(CPU)].values()
     usual = {"1": BINARY, "2": BINARY, "4": INT8, "8": INT8}
-    assert rows == usual | dict.fromkeys(("16", *MANY), GEMM) | dict.fromkeys(("512", "1024", "2048"), DEQUANTIZE)
+    assert rows == usual | dict.fromkeys(("16", *MANY), GEMM) | dict.fromkeys(MANY[-4:], DEQUANTIZE)
 
 
 def test_what_other_kernels_took_does_not_count(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,125 @@
+"""Products of prepared weights that come again and again: the host queues thousands for a prompt, faster than they run.
+
+All that a launch is, but where x, y and the work memory are, follows from the weight's tensors and the number of
+tokens. So what the driver reads of it is made once and kept; a later product puts its own addresses in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from quantkit.cuda.architectures import Kernel
+from quantkit.cuda.counts import zero_counts
+from quantkit.cuda.device import gpu_of
+from quantkit.cuda.driver import FixedLaunch
+from quantkit.cuda.launch import MOST_FIXED, Launch, queue_fixed
+from quantkit.cuda.tensor_map import TensorMap, encoded_map
+from quantkit.ops.bcq.autotune import choose, forgotten_with_the_table
+from quantkit.ops.bcq.gemm import FUSED, VECTOR_VALUES
+from quantkit.ops.bcq.gemm_launch import gemm_launches, gemm_work
+from quantkit.ops.bcq.launch import tensor_core_launch
+from quantkit.ops.bcq.level_gemv import level_launch
+from quantkit.ops.bcq.product import Product
+
+if TYPE_CHECKING:
+    from quantkit.ops.bcq.op import BcqLinearPrepared
+
+_VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class BoundProduct:
+    """A product of one weight and a number of tokens, but for x, y and the work memory.
+
+    box: rows and columns of the boxes in which the kernel copies x, None where it takes a pointer. work_bytes, counts:
+    of what its blocks share, where they share something. partials: where sums begin in the work memory.
+    """
+
+    launch: FixedLaunch
+    out_features: int
+    box: tuple[int, int] | None
+    work_bytes: int
+    partials: int
+    counts: int
+
+    def run(self, x: Tensor, tokens: int) -> Tensor:
+        """y [..., N] of a contiguous x [..., K] of so many tokens."""
+        y = x.new_empty(*x.shape[:-1], self.out_features)
+        address, encoded, words = x.data_ptr(), b"", [y.data_ptr()]
+        if self.box is None:
+            words.append(address)
+        else:
+            encoded = encoded_map(address, tokens, x.shape[-1], *self.box)
+        if self.counts:
+            work = torch.empty(self.work_bytes, dtype=torch.uint8, device=x.device)
+            words += (work.data_ptr() + self.partials, zero_counts(self.counts, x.device).data_ptr())
+        queue_fixed(self.launch, x.device, words, encoded)
+        return y
+
+
+_products: dict[tuple[object, ...], BoundProduct | None] = {}
+
+
+@forgotten_with_the_table
+def forget_products() -> None:
+    """Choose and plan every product again."""
+    _products.clear()
+
+
+def bound_product(op: BcqLinearPrepared) -> Tensor | None:
+    """The op's result, or None for what goes the usual way: a kernel of several launches, x in need of a copy.
+
+    Raises KernelError as the usual way does.
+    """
+    x, bias = op.x, op.bias
+    columns = x.shape[-1]
+    tokens = x.numel() // columns if columns else 0
+    if not tokens or columns % VECTOR_VALUES or x.data_ptr() % _VECTOR_BYTES or not x.is_contiguous():
+        return None
+    if bias is not None and bias.dtype != x.dtype:
+        return None
+    pointers = op.tiles.data_ptr(), op.scale_tiles.data_ptr(), _address(bias), _address(op.factor_tiles)
+    shapes = op.tiles.shape, op.scale_tiles.shape, op.out_features, op.group_size, op.order, op.weights_ready
+    key = x.device, x.dtype, tokens, columns, *pointers, *shapes
+    if key not in _products:
+        if len(_products) >= MOST_FIXED:
+            forget_products()
+        _products[key] = _bind(op, tokens)
+    found = _products[key]
+    return None if found is None else found.run(x, tokens)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _bind(op: BcqLinearPrepared, tokens: int) -> BoundProduct | None:
+    x, weight = op.x.view(tokens, -1), op.weight
+    sizes = weight.weight_bits, weight.out_features, weight.group_size, weight.scale_bits
+    kernel, gpu = choose(x, *sizes, order=weight.order), gpu_of(x.device)
+    product = Product.of(x, weight, op.bias, weights_ready=op.weights_ready)
+    launches: tuple[Launch, ...] = ()
+    work_bytes = partials = counts = 0
+    if kernel == Kernel.BCQ_LEVEL_GEMV:
+        launches = (level_launch(product, gpu),)
+    elif kernel in (Kernel.BCQ_BINARY_GEMV, Kernel.BCQ_INT8_GEMV):
+        launches = (tensor_core_launch(product, gpu, int8=kernel == Kernel.BCQ_INT8_GEMV),)
+    elif kernel in FUSED:
+        launches = gemm_launches(product, gpu)
+        work_bytes, partials, counts = gemm_work(product, gpu)
+    if len(launches) != 1:
+        return None
+    args = launches[0].args
+    mapped = args.get("xMap")
+    names = (
+        "y",
+        *(() if mapped else ("x",)),
+        *(("partials", "ready") if counts else ()),
+        *(("xMap",) if mapped else ()),
+    )
+    box = (mapped.box_rows, mapped.box_columns) if isinstance(mapped, TensorMap) else None
+    return BoundProduct(launches[0].fixed(*names), weight.out_features, box, work_bytes, partials, counts)
