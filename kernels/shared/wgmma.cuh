@@ -180,10 +180,8 @@ __device__ __forceinline__ void takeRegisters() {
 
 // Products of 16-bit floats with A, 64 rows of weights, in registers: a0 to a3 as in halfMma16 for the 16 rows of every
 // warp. D as above, fp32.
-#define WG_L4 "%0,%1,%2,%3"
-#define WG_L8 WG_L4 ",%4,%5,%6,%7"
+#define WG_L8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define WG_L16 WG_L8 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define WG_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WG_F8(i) \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
         "+f"(d[i + 7])
@@ -202,7 +200,6 @@ struct RegisterProduct;
         } \
     };
 #define WG_REGISTERS_BOTH(...) WG_REGISTERS(kFloat16, "f16", __VA_ARGS__) WG_REGISTERS(kBfloat16, "bf16", __VA_ARGS__)
-WG_REGISTERS_BOTH(8, WG_L4, 4, 5, 6, 7, 8, WG_F4(0))
 WG_REGISTERS_BOTH(16, WG_L8, 8, 9, 10, 11, 12, WG_F8(0))
 WG_REGISTERS_BOTH(32, WG_L16, 16, 17, 18, 19, 20, WG_F8(0), WG_F8(8))
 WG_REGISTERS_BOTH(64, WG_L32, 32, 33, 34, 35, 36, WG_F32(0))

@@ -52,12 +52,12 @@ _SHARED_ITEMS = 2  # that a block has a share of, at most
 _FEW_BITS = 4  # planes up to which shared memory carries the other shapes at any group size
 # (tokens, row groups, phases, slots) of an instance's tile, block and rings.
 _WARPGROUP_SHAPES = (
-    *((8, 2, 2, 3), (8, 1, 4, 3), (16, 2, 2, 3), (16, 1, 4, 3), (32, 3, 1, 3), (32, 2, 2, 2), (32, 1, 3, 3)),
+    *((16, 2, 2, 3), (16, 1, 4, 3), (32, 3, 1, 3), (32, 2, 2, 2), (32, 1, 3, 3)),
     *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2), (64, 1, 3, 3), (128, 3, 1, 3), (128, 2, 1, 4), (256, 2, 1, 3)),
 )
 # Of these, what registers do not carry without spilling, by planes and whether offsets are added apart.
 _SPILLING_OF_8 = {
-    *((8, 2, 2, 3), (8, 1, 4, 3), (16, 2, 2, 3), (16, 1, 4, 3), (32, 2, 2, 2)),
+    *((16, 2, 2, 3), (16, 1, 4, 3), (32, 2, 2, 2)),
     *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2)),
 }
 _SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {
@@ -71,7 +71,7 @@ _SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {
     (8, True): _SPILLING_OF_8,
 }
 _NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
-_PAIRED_SHAPES = ((256, 2, 1, 3),)  # that also exist for blocks that copy x for each other; smaller tiles gain nothing
+_PAIRED_SHAPES = ((256, 2, 1, 3),)  # whose blocks copy x for each other where boxes do; smaller tiles gain nothing
 WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
 
 
@@ -211,9 +211,8 @@ def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
         spilling = () if it.order == Order.GRID else _SPILLING.get((it.weight_bits, it.offsets_apart), ())
         known = tuple(numbers for numbers in _WARPGROUP_SHAPES if numbers not in spilling)
         known += () if it.weight_bits <= _FEW_BITS else _NARROW_SHAPES
-    yield from (GemmShape(*numbers, warpgroups) for numbers in known)
-    if warpgroups and it.order.for_batches:
-        yield from (GemmShape(*numbers, warpgroups, 2) for numbers in known if numbers in _PAIRED_SHAPES)
+    paired = _PAIRED_SHAPES if warpgroups and it.order.for_batches else ()
+    return (GemmShape(*numbers, warpgroups, 2 if numbers in paired else 1) for numbers in known)
 
 
 def whole_stages(shape: GemmShape, room: int) -> int:

@@ -37,15 +37,14 @@ class Costs:
     row_group: int
 
 
-_PRODUCT = {8: 1, 16: 10, 32: 47, 64: 244, 128: 713, 256: 1992}
+_PRODUCT = {16: 10, 32: 47, 64: 244, 128: 713, 256: 1992}
 # Planes and codes: fitted to 343 times of layouts in 43 problems, in which the chosen layout took 1.5 % longer than the
 # fastest on average and 10 % at most. A grid: to 340 times in 42 problems, 1.6 % and 12 %.
 _COSTS = {
     Order.PLANES: Costs(391, 105, _PRODUCT, 850, 35, 6943, 0, 157, 19),
     Order.CODES: Costs(391, 75, _PRODUCT, 850, 35, 6943, 0, 157, 19),
-    Order.GRID: Costs(607, 0, {8: 24, 16: 0, 32: 91, 64: 321, 128: 758, 256: 1500}, 1510, 302, 4918, 4, 229, 30),
+    Order.GRID: Costs(607, 0, {16: 0, 32: 91, 64: 321, 128: 758, 256: 1500}, 1510, 302, 4918, 4, 229, 30),
 }
-_PAIRED = 0.98  # what blocks that copy x for each other take of the time of others, from 1024 tokens on 0.92 to 1.01
 
 
 def cycles(it: GemmProblem, layout: GemmLayout) -> float:
@@ -60,5 +59,4 @@ def cycles(it: GemmProblem, layout: GemmLayout) -> float:
     others = max(0.0, layout.blocks / layout.shared_items - 1) if layout.shared_items else 0.0
     sums = ((rounds + shared) * costs.row_group + others * costs.collect) * shape.tokens * shape.row_groups
     sums += costs.shared * shared + (phases - 1) * costs.phase
-    alone = ceil(tiles / phases) * step + sums
-    return alone if shape.partners == 1 else alone * _PAIRED
+    return ceil(tiles / phases) * step + sums
