@@ -63,7 +63,11 @@ def test_unmeasured_shapes_follow_the_gpu_generation(table: Path, monkeypatch: p
     assert choose(x(1, dtype=torch.float32), 4, 4096, 128) == DEQUANTIZE
     assert choose(x(8), 4, 4096, 128, order=Order.CODES) == LEVEL
     assert choose(x(9), 4, 4096, 128, order=Order.CODES) == choose(x(256), 4, 4096, 32, order=Order.CODES) == GEMM
-    assert choose(x(257), 4, 4096, 128, order=Order.CODES) == DEQUANTIZE
+    assert choose(x(4096), 4, 4096, 128, order=Order.CODES) == GEMM
+    assert choose(x(257), 5, 4096, 128, order=Order.CODES) == DEQUANTIZE
+    assert (
+        choose(x(257), 4, 4096, 64, order=Order.CODES) == choose(x(4097), 4, 4096, 128, order=Order.CODES) == DEQUANTIZE
+    )
     monkeypatch.setattr(autotune, "gpu_of", lambda device: Gpu(architecture(12, 0), 132))  # binary products emulated
     autotune.read_table_again()
     assert choose(x(1), 4, 4096, 128) == LUT
@@ -97,8 +101,11 @@ def test_a_class_that_came_measured_is_not_measured_again_and_the_users_table_go
 def test_the_measurements_that_come_with_quantkit_name_its_kernels() -> None:
     for classes in autotune._shipped().values():
         for name, kernels in classes.items():
-            assert tuple(map(int, kernels)) == autotune.TOKEN_CLASSES
             for_batches = name.endswith(("-batch", "-grid"))
+            # where neither was clearly faster at the last number, when another kernel was the usual one there
+            measured = autotune.TOKEN_CLASSES[: len(kernels)] if for_batches else autotune.TOKEN_CLASSES
+            assert tuple(map(int, kernels)) == measured
+            assert len(kernels) >= len(autotune.TOKEN_CLASSES) - 1
             assert set(kernels.values()) <= ({LEVEL, GEMM, DEQUANTIZE} if for_batches else set(KERNELS))
 
 
