@@ -26,7 +26,8 @@ from scripts.common import run_script
 PROMPT, WARM_UP_TOKENS, CHECKED_TOKENS, PROFILED_TOKENS = 32, 9, 8, 24
 LONGEST_KERNELS = 12
 WEIGHT_DEVIATION, SCALE = 0.02, 0.005  # of drawn weights; a scale of theirs, about: of 4 bits 8 scales and less
-PACKED = ("weight_packed", "qweight")  # codes of vLLM's own layers; quantkit's are drawn when they are made up
+# Codes and scales of vLLM's own layers; quantkit's are drawn when they are made up.
+PACKED, SCALES = ("weight_packed", "qweight"), ("weight_scale", "scales")
 COMMUNICATION = ("nccl", "all_reduce", "allreduce", "cross_device", "all_gather", "multimem")
 
 
@@ -197,9 +198,9 @@ def _draw_weights(worker: Any) -> None:
         if weight.dtype in (torch.float16, torch.bfloat16):
             if weight.dim() == 1:
                 weight.data.fill_(1.0 if "norm" in name else 0.0)
-            elif "scale" in field:
+            elif field in SCALES:
                 weight.data.uniform_(SCALE / 2, 3 * SCALE / 2, generator=drawn)
-            else:
+            elif weight.dim() == 2:
                 weight.data.normal_(0.0, WEIGHT_DEVIATION, generator=drawn)
         elif field in PACKED and weight.dtype == torch.int32:
             weight.data.random_(-(2**31), 2**31 - 1, generator=drawn)

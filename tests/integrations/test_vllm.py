@@ -180,6 +180,19 @@ def test_dummy_weights_run(spec: Any, part: int, monkeypatch: pytest.MonkeyPatch
     assert bool(method.apply(layer, torch.randn(TOKENS, part)).isfinite().all())
 
 
+@pytest.mark.parametrize("spec", WEIGHT_ONLY.values(), ids=WEIGHT_ONLY)
+def test_dummy_weights_have_no_mean(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean grows from layer to layer, to NaN in a deep model."""
+    monkeypatch.setattr(vllm_stub.SETTINGS.load_config, "load_format", "dummy")
+    name = "model.layers.0.self_attn.o_proj"
+    layer, method = built(config_of(stored(name, spec, (Q_ROWS, K))), name, [Q_ROWS], Q_ROWS)
+    vllm_stub.fill_as_dummy(layer)
+    method.process_weights_after_loading(layer)
+    sums = method.apply(layer, torch.ones(1, K))
+    assert float(sums.std()) > 0
+    assert abs(float(sums.mean())) < 4 * float(sums.std()) / Q_ROWS**0.5  # four standard errors
+
+
 @pytest.mark.parametrize(("sequences", "layout"), [(1, "latency"), (4, "latency"), (5, "batch"), (256, "batch")])
 def test_weights_are_ordered_for_the_number_of_sequences(
     sequences: int, layout: str, monkeypatch: pytest.MonkeyPatch

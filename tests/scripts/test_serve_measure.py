@@ -27,15 +27,17 @@ def test_every_kind_of_weight_is_drawn_like_a_models_in_its_place() -> None:
         norm_weight=torch.full((64,), 1e-3, dtype=half),
         bias=torch.full((64,), 1e-3, dtype=half),
         weight_packed=torch.zeros(64, 16, dtype=torch.int32),
-        scale_tiles=torch.full((4, 2, 8, 3, 2), 1e-2, dtype=half),
+        weight_scale=torch.full((64, 2), 1e-3, dtype=half),
+        part0_scale_tiles=torch.full((4, 2, 8, 3, 2), 1e-2, dtype=half),
         tiles=torch.arange(64, dtype=torch.int32),
     )
     assert abs(float(drawn["weight"].float().std()) / WEIGHT_DEVIATION - 1) < 0.05
     assert bool((drawn["norm_weight"] == 1).all())
     assert not drawn["bias"].any()
     assert len(drawn["weight_packed"].unique()) > 1000
-    assert SCALE / 2 <= float(drawn["scale_tiles"].min()) < float(drawn["scale_tiles"].max()) <= 1.5 * SCALE * 1.001
-    assert torch.equal(drawn["tiles"], torch.arange(64, dtype=torch.int32))  # are drawn when they are made up
+    assert SCALE / 2 <= float(drawn["weight_scale"].min()) < float(drawn["weight_scale"].max()) <= 1.501 * SCALE
+    assert len(drawn["part0_scale_tiles"].unique()) == 1  # quantkit's are drawn when they are made up
+    assert torch.equal(drawn["tiles"], torch.arange(64, dtype=torch.int32))
 
 
 def test_the_same_weights_are_drawn_every_time() -> None:

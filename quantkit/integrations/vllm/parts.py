@@ -21,8 +21,11 @@ from quantkit.formats.shard import Span, shard, shard_spec
 from quantkit.formats.table import FORMATS, format_name
 
 _PLAIN = "weight"
-_DUMMY_FLOAT = 1e-2
 _RANDOM_BYTES = 256
+# Of made-up weights: about a model's deviation, and no mean, which would grow from layer to layer to Inf and NaN. A
+# factor's codes go to 255.
+_DUMMY_SCALES, _DUMMY_DEVIATION = (5e-3, 1.5e-2), 0.02
+_DUMMY_RANGES = {"offset": (-2.5e-3, 2.5e-3), "scale_factors": (2e-5, 6e-5)}
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,9 @@ class Part:
         """Made-up tensors of the right sizes, as vLLM's dummy weights: every index leads to what is there."""
         out_features, in_features = self.kept_shape
         if self.stored is None:
-            self.held = {_PLAIN: torch.full(self.kept_shape, _DUMMY_FLOAT, dtype=self.dtype, device=self.device)}
+            seeded = torch.Generator(self.device).manual_seed(0)
+            plain = torch.empty(self.kept_shape, dtype=self.dtype, device=self.device)
+            self.held = {_PLAIN: plain.normal_(0.0, _DUMMY_DEVIATION, generator=seeded)}
             return
         self.spec = self.kept_spec
         row = FORMATS[format_name(self.spec)]
@@ -243,9 +248,10 @@ def _made_up(name: str, size: TensorSpec, indices: Sequence[str], part: Part) ->
     device, in_features = part.device, part.kept_shape[1]
     if name in indices:
         return _made_up_index(name, size, in_features, device)
-    if size.dtype.is_floating_point:
-        return torch.full(size.shape, _DUMMY_FLOAT, dtype=size.dtype, device=device)
     seeded = torch.Generator(device).manual_seed(0)
+    if size.dtype.is_floating_point:
+        low, high = _DUMMY_RANGES.get(name, _DUMMY_SCALES)
+        return torch.empty(size.shape, dtype=size.dtype, device=device).uniform_(low, high, generator=seeded)
     drawn = torch.randint(0, _RANDOM_BYTES, size.shape, generator=seeded, dtype=torch.uint8, device=device)
     return drawn.view(size.dtype)
 
