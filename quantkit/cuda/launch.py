@@ -81,11 +81,29 @@ class Launch:
         return kernel, LaunchShape(self.grid, self.block, shared_mem, self.overlap and overlaps, self.cluster)
 
 
+_ALL_FIXED: list[FixedLaunches] = []
+
+
+def forget_fixed() -> None:
+    """Make all launches that are kept anew, for tests that change what they depend on."""
+    for kept in _ALL_FIXED:
+        kept.forget()
+
+
 class FixedLaunches:
     """Launches that come again and again, by all that they depend on but addresses; they are made once and kept."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[object, ...], FixedLaunch] = {}
+        _ALL_FIXED.append(self)
+
+    def forget(self) -> None:
+        """Make all of them anew."""
+        self._kept.clear()
+
+    def run(self, key: tuple[object, ...], make: Callable[[], Launch], device: torch.device, **pointers: int) -> None:
+        """Queue the launch of a key on a device with these addresses, always the same names; see ``of``."""
+        queue_fixed(self.of((device, *key), make, *pointers), device, tuple(pointers.values()))
 
     def of(self, key: tuple[object, ...], make: Callable[[], Launch], *open_names: str) -> FixedLaunch:
         """The launch of a key; made by ``make`` where it is new, see Launch.fixed."""

@@ -11,11 +11,10 @@ import torch
 from quantkit.cuda.architectures import Architecture
 from quantkit.cuda.device import gpu_of
 from quantkit.cuda.driver import FixedLaunch, LoadedKernel
-from quantkit.cuda.launch import FixedLaunches, Launch
+from quantkit.cuda.launch import Launch, forget_fixed
 from quantkit.cuda.parameters import kernel_parameters
 from quantkit.cuda.tensor_map import MAP_BYTES
 from quantkit.ops.bcq import bound, gemm_launch
-from quantkit.ops.decode import op as decode_op
 
 PROCESSORS = 20
 MOST_GRID = (2**31 - 1, 65535, 65535)
@@ -62,7 +61,7 @@ def record(monkeypatch: pytest.MonkeyPatch, row: Architecture) -> Recorder:
     monkeypatch.setattr(Launch, "fixed", lambda launch, *names: recorder.fix(launch, names))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(decode_op, "_fixed", FixedLaunches())
+    forget_fixed()
     bound.forget_products()
     for module in (gemm_launch, bound):
         monkeypatch.setattr(module, "zero_counts", lambda count, device: torch.zeros(count, dtype=torch.int32))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from quantkit.cuda.architectures import WARP_THREADS, Kernel
-from quantkit.cuda.device import gpu_of
-from quantkit.cuda.launch import DTYPE_CODES, Launch
+from quantkit.cuda.device import Gpu, gpu_of
+from quantkit.cuda.launch import DTYPE_CODES, FixedLaunches, Launch
 from quantkit.cuda.parameters import Argument
 from quantkit.formats.bipolar import ActCoding, largest_value
 from quantkit.formats.hadamard import block_width, inverse_root
@@ -32,6 +32,8 @@ from quantkit.ops.bipolar.instances import (
 from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES, ORDER_ROWS
 from quantkit.ops.bipolar.plan import INT8_KERNELS, WGMMA_KERNELS, best_tile, kernel_for
 
+_fixed = FixedLaunches()
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -44,6 +46,10 @@ class Activations:
     tiles: Tensor
     sums: Tensor
     steps: Tensor
+
+    def addresses(self) -> dict[str, int]:
+        """By the names of their parameters."""
+        return {"tiles": self.tiles.data_ptr(), "sums": self.sums.data_ptr(), "steps": self.steps.data_ptr()}
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,19 @@ class Product:
             "K": self.in_features,
         }
 
+    def addresses(self) -> dict[str, int]:
+        """Of the tensors among ``args``."""
+        return {
+            "xTiles": self.acts.tiles.data_ptr(),
+            "wTiles": self.weight.tiles.data_ptr(),
+            "xSums": self.acts.sums.data_ptr(),
+            "wSums": self.weight.row_sums.data_ptr(),
+            "xSteps": self.acts.steps.data_ptr(),
+            "wScales": self.weight.scales.data_ptr(),
+            "bias": 0 if self.bias is None else self.bias.data_ptr(),
+            "y": self.y.data_ptr(),
+        }
+
     def limits(self) -> dict[str, Argument]:
         """The largest values of both operands, for the kernels that take any bits."""
         act_bits, weight_bits = self.bits
@@ -108,6 +127,15 @@ def quantize_tiles(x: Tensor, act_clip: Tensor, coding: ActCoding, *, as_bytes: 
         torch.empty((2, m) if coding.zero else (m,), dtype=torch.int32, device=x.device),
         torch.empty(m, dtype=torch.float32, device=x.device),
     )
+    key = ("quantize", x.dtype, m, k, coding, as_bytes)
+    pointers = {"x": x.data_ptr(), "actClip": act_clip.data_ptr(), **made.addresses()}
+    _fixed.run(key, lambda: quantize_launch(x, act_clip, coding, made, as_bytes=as_bytes), x.device, **pointers)
+    return made
+
+
+def quantize_launch(x: Tensor, act_clip: Tensor, coding: ActCoding, made: Activations, *, as_bytes: bool) -> Launch:
+    """The codes of x [M, K], in ``made``."""
+    m, k = x.shape
     args: dict[str, Argument] = {
         "x": x,
         "actClip": act_clip,
@@ -125,15 +153,14 @@ def quantize_tiles(x: Tensor, act_clip: Tensor, coding: ActCoding, *, as_bytes: 
         unit = quantize_rotated_unit(planes, dtype)
         width = block_width(k) if coding.rotated else 0
         args |= {"zero": int(coding.zero), "width": width, "root": inverse_root(width) if width else 1.0}
-    Launch(
+    return Launch(
         unit,
         x.device,
         grid=(m,),
         block=min(QUANTIZE_WARPS, -(-k // BITS_PER_LINE)) * WARP_THREADS,
         args=args,
         overlap=True,
-    ).run()
-    return made
+    )
 
 
 def expand(tiles: Tensor, in_features: int) -> Tensor:
@@ -141,13 +168,13 @@ def expand(tiles: Tensor, in_features: int) -> Tensor:
     blocks, k_tiles, bits = tiles.shape[:3]
     shape = (blocks, -(-in_features // LINE_BYTES), 1, BLOCK_ROWS, LINE_BYTES)
     codes = torch.empty(shape, dtype=torch.uint8, device=tiles.device)
-    Launch(
-        expand_unit(bits),
-        tiles.device,
-        grid=(k_tiles, blocks),
-        block=EXPAND_THREADS,
-        args={"tiles": tiles, "codes": codes, "K": in_features},
-    ).run()
+
+    def launch() -> Launch:
+        args: dict[str, Argument] = {"tiles": tiles, "codes": codes, "K": in_features}
+        return Launch(expand_unit(bits), tiles.device, grid=(k_tiles, blocks), block=EXPAND_THREADS, args=args)
+
+    key = ("expand", tiles.shape, in_features)
+    _fixed.run(key, launch, tiles.device, tiles=tiles.data_ptr(), codes=codes.data_ptr())
     return codes
 
 
@@ -203,12 +230,17 @@ def multiply(x: Tensor, act_clip: Tensor, weight: Weight, *, bias: Tensor | None
     acts = quantize_tiles(x.contiguous(), act_clip, coding, as_bytes=as_bytes)
     operand = replace(weight, tiles=expand(weight.tiles, k)) if as_bytes else weight
     product = Product(acts, operand, bias, y, k, (coding.bits, weight_bits), coding.zero)
-    if kernel is Kernel.BIPOLAR_GEMV:
-        launch = gemv_launch(product)
-    elif kernel in WGMMA_KERNELS:
-        tile = best_tile(*product.planes, as_bytes, (m, y.shape[1]), gpu.processors)
-        launch = wgmma_launch(product, tile, gpu.processors)
-    else:
-        launch = mma_launch(product, as_bytes=as_bytes)
-    launch.run()
+    key = (kernel, y.dtype, y.shape, k, product.planes, product.bits, coding.zero)
+    _fixed.run(key, lambda: product_launch(product, kernel, gpu), x.device, **product.addresses())
     return y
+
+
+def product_launch(product: Product, kernel: Kernel, gpu: Gpu) -> Launch:
+    """y on the named kernel."""
+    as_bytes = kernel in INT8_KERNELS
+    if kernel is Kernel.BIPOLAR_GEMV:
+        return gemv_launch(product)
+    if kernel in WGMMA_KERNELS:
+        shape = product.y.shape[0], product.y.shape[1]
+        return wgmma_launch(product, best_tile(*product.planes, as_bytes, shape, gpu.processors), gpu.processors)
+    return mma_launch(product, as_bytes=as_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from math import prod
 
@@ -54,6 +55,7 @@ def path_for(weight_bits: int, act_bits: int, row: Architecture, *, act_zero: bo
     return Path(binary, longest, int8, f"{rates}; INT8 above K = {longest}")
 
 
+@cache
 def kernel_for(
     weight_bits: int, act_bits: int, shape: tuple[int, int], row: Architecture, *, act_zero: bool = False
 ) -> Kernel:

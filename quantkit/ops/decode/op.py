@@ -7,13 +7,14 @@ activations are torch ops as well, for engines that compile a model.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.cuda.device import gpu_of
-from quantkit.cuda.launch import FixedLaunches, Launch, queue_fixed
+from quantkit.cuda.launch import FixedLaunches, Launch
 from quantkit.cuda.parameters import Argument, Within
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.decode.launch import (
@@ -125,12 +126,9 @@ def _rms_norm_cuda(op: RmsNorm) -> Tensor:
         return _rms_norm_reference(op)
     x = op.x.contiguous()
     y = torch.empty_like(x)
-    launch = _fixed.of(
-        ("norm", x.device, x.dtype, x.numel(), x.shape[-1], op.epsilon),
-        lambda: _rms_launch(x, None, op, total=x, y=y),
-        *("x", "weight", "sum", "y"),
-    )
-    queue_fixed(launch, x.device, (x.data_ptr(), op.weight.data_ptr(), x.data_ptr(), y.data_ptr()))
+    key, start = ("norm", x.dtype, x.numel(), x.shape[-1], op.epsilon), x.data_ptr()
+    pointers = {"x": start, "weight": op.weight.data_ptr(), "sum": start, "y": y.data_ptr()}
+    _fixed.run(key, lambda: _rms_launch(x, None, op, total=x, y=y), x.device, **pointers)
     return y
 
 
@@ -149,13 +147,11 @@ def _add_rms_norm_cuda(op: AddRmsNorm) -> Tensor:
         return _add_rms_norm_reference(op)
     x, addend = op.x.contiguous(), op.addend.contiguous()
     made = x.new_empty(2, *x.shape)
-    launch = _fixed.of(
-        ("sum and norm", x.device, x.dtype, x.numel(), x.shape[-1], op.epsilon),
-        lambda: _rms_launch(x, addend, op, total=made, y=Within(made, x.nbytes)),
-        *("x", "addend", "weight", "sum", "y"),
-    )
-    total = made.data_ptr()
-    queue_fixed(launch, x.device, (x.data_ptr(), addend.data_ptr(), op.weight.data_ptr(), total, total + x.nbytes))
+    key, total = ("sum and norm", x.dtype, x.numel(), x.shape[-1], op.epsilon), made.data_ptr()
+    pointers = {"x": x.data_ptr(), "addend": addend.data_ptr(), "weight": op.weight.data_ptr()}
+    places = {"sum": total, "y": total + x.nbytes}
+    launch = partial(_rms_launch, x, addend, op, total=made, y=Within(made, x.nbytes))
+    _fixed.run(key, launch, x.device, **pointers, **places)
     return made
 
 
@@ -173,13 +169,9 @@ def _gated_cuda(op: GatedHalves) -> Tensor:
     if not gated_takes_halves(x) or not x.numel():
         return _gated_reference(op)
     y = x.new_empty(*x.shape[:-1], width)
-    launch = _fixed.of(
-        ("gated", x.device, x.dtype, x.numel(), width, op.activation),
-        lambda: gated_halves_launch(x, y, op.activation),
-        *("gate", "up", "y"),
-    )
-    gate = x.data_ptr()
-    queue_fixed(launch, x.device, (gate, gate + width * x.itemsize, y.data_ptr()))
+    key, gate = ("gated", x.dtype, x.numel(), width, op.activation), x.data_ptr()
+    pointers = {"gate": gate, "up": gate + width * x.itemsize, "y": y.data_ptr()}
+    _fixed.run(key, lambda: gated_halves_launch(x, y, op.activation), x.device, **pointers)
     return y
 
 
