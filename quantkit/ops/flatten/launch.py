@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quantkit.cuda.architectures import Kernel
 from quantkit.cuda.device import Gpu, gpu_of
-from quantkit.cuda.launch import DTYPE_CODES, Launch
+from quantkit.cuda.launch import DTYPE_CODES, FixedLaunches, Launch
 from quantkit.cuda.parameters import Argument
 from quantkit.errors import KernelError
 from quantkit.formats.flatten import max_code
@@ -28,6 +29,8 @@ from quantkit.ops.flatten.instances import (
     wgmma_unit,
 )
 from quantkit.ops.flatten.plan import best_tile, plan_quantize, product_kernel
+
+_fixed = FixedLaunches()
 
 REQUANTIZED_DTYPES = (torch.float16, torch.bfloat16)
 """Element types of y that a product can pass on as codes."""
@@ -88,6 +91,28 @@ class Product:
             return self.out.shape[0], self.out.shape[1]
         return next_operand.tokens, next_operand.out_features
 
+    def addresses(self) -> dict[str, int]:
+        """Of the tensors among ``args``."""
+        after = self.requantization
+        return {
+            "xTiles": self.act_tiles.data_ptr(),
+            "wTiles": self.tiles.data_ptr(),
+            "actScale": self.scales[0].data_ptr(),
+            "weightScale": self.scales[1].data_ptr(),
+            "bias": 0 if self.bias is None else self.bias.data_ptr(),
+            "y": self.out.data_ptr(),
+            "multiplier": 0 if after is None else after.multiplier.data_ptr(),
+            "slots": 0 if after is None else after.slots.data_ptr(),
+            "slotStarts": 0 if after is None else after.slot_starts.data_ptr(),
+        }
+
+    def kind(self) -> tuple[object, ...]:
+        """All that a launch depends on but addresses."""
+        after = self.requantization
+        own = None if after is None else (after.multiplier.shape, after.slots.shape, after.act_bits, after.activation)
+        bias_dtype = None if self.bias is None else self.bias.dtype
+        return (self.shape, self.dtype, bias_dtype, self.act_tiles.dtype, self.tiles.dtype, self.tiles.shape, own)
+
     @property
     def dtype(self) -> torch.dtype:
         """Of y."""
@@ -109,6 +134,18 @@ class Product:
             "N": n,
             "kTiles": self.tiles.shape[1],
         }
+
+
+def quantize(
+    x: Tensor, column_map: tuple[Tensor, Tensor], *, multiplier: Tensor, codes: Tensor, act_bits: int, gpu: Gpu
+) -> None:
+    """Queue ``quantize_launch``."""
+    x = x.contiguous()
+    given = {"multiplier": multiplier, "codes": codes}
+    pointers = {"x": x, "sourceChannel": column_map[0], "sourceSegment": column_map[1], **given}
+    key = ("quantize", x.dtype, x.shape, column_map[0].shape, multiplier.shape, codes.dtype, codes.shape, act_bits)
+    make = partial(quantize_launch, x, column_map, **given, act_bits=act_bits, gpu=gpu)
+    _fixed.run(key, make, x.device, **{name: tensor.data_ptr() for name, tensor in pointers.items()})
 
 
 def quantize_launch(
@@ -153,13 +190,13 @@ def expand(tiles: Tensor, k_tiles: int) -> Tensor:
     """Nibble tiles to byte tiles of ``k_tiles`` lines of 128 columns."""
     blocks, packed_tiles = tiles.shape[:2]
     codes = torch.empty(blocks, k_tiles, 1, BLOCK_ROWS, LINE_BYTES, dtype=torch.int8, device=tiles.device)
-    Launch(
-        EXPAND,
-        tiles.device,
-        grid=(packed_tiles, blocks),
-        block=EXPAND_THREADS,
-        args={"tiles": tiles, "codes": codes, "kTiles": k_tiles},
-    ).run()
+
+    def launch() -> Launch:
+        args: dict[str, Argument] = {"tiles": tiles, "codes": codes, "kTiles": k_tiles}
+        return Launch(EXPAND, tiles.device, grid=(packed_tiles, blocks), block=EXPAND_THREADS, args=args)
+
+    key = ("expand", tiles.shape, k_tiles)
+    _fixed.run(key, launch, tiles.device, tiles=tiles.data_ptr(), codes=codes.data_ptr())
     return codes
 
 
@@ -205,8 +242,11 @@ def multiply(product: Product) -> None:
         raise KernelError(f"int8_gemm: {gpu.architecture.title} has no INT4 products; give activations in bytes")
     if product.tiles.dtype == torch.uint8 and product.act_tiles.dtype == torch.int8:
         product = replace(product, tiles=expand(product.tiles, product.act_tiles.shape[1]))
-    if product_kernel(gpu.architecture) is Kernel.INT8_GEMM_WGMMA:
-        tile = best_tile(product.shape, product.tiles.shape[1], gpu.processors)
-        wgmma_launch(product, tile, gpu.processors).run()
-    else:
-        mma_launch(product).run()
+
+    def launch() -> Launch:
+        if product_kernel(gpu.architecture) is Kernel.INT8_GEMM_WGMMA:
+            tile = best_tile(product.shape, product.tiles.shape[1], gpu.processors)
+            return wgmma_launch(product, tile, gpu.processors)
+        return mma_launch(product)
+
+    _fixed.run(product.kind(), launch, product.out.device, **product.addresses())

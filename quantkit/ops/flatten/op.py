@@ -19,7 +19,7 @@ from quantkit.formats.flatten import max_code, pack_nibbles, take_slices, unpack
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.bipolar.layout import BLOCK_ROWS
 from quantkit.ops.flatten.exact import int8_product
-from quantkit.ops.flatten.launch import Product, Requantization, multiply, quantize_launch
+from quantkit.ops.flatten.launch import Product, Requantization, multiply, quantize
 from quantkit.ops.flatten.layout import (
     code_tiles,
     codes_per_line,
@@ -152,7 +152,7 @@ def _quantize_cuda(op: FlattenQuantize) -> Tensor:
 def _quantize_into(codes: Tensor, x: Tensor, op: FlattenQuantize | FlattenQuantizeTiles, factors: Tensor) -> None:
     if x.shape[0]:
         source, gpu = (op.source_channel, op.source_segment), gpu_of(x.device)
-        quantize_launch(x, source, multiplier=factors, codes=codes, act_bits=op.act_bits, gpu=gpu).run()
+        quantize(x, source, multiplier=factors, codes=codes, act_bits=op.act_bits, gpu=gpu)
 
 
 def _quantize_tiles_reference(op: FlattenQuantizeTiles) -> Tensor:
