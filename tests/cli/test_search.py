@@ -11,9 +11,9 @@ import pytest
 from tests.cli.calls import refusal, run
 
 
-@pytest.fixture
-def artifact(tiny_model: Callable[[str], Path], text_file: Path, tmp_path: Path) -> Path:
-    path = tmp_path / "c.safetensors"
+@pytest.fixture(scope="module")
+def artifact(tiny_model: Callable[[str], Path], text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("calibration") / "c.safetensors"
     result = run("calibrate", tiny_model("opt"), "--text", text_file, "--windows", "2", "--seq-len", "32", "-o", path)
     assert result.exit_code == 0, result.stderr
     return path
@@ -24,7 +24,7 @@ def test_a_plan_is_found_and_applied(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     plan, out = tmp_path / "plan.yaml", tmp_path / "q"
-    options = ("--max-bpw", "3.25", "--bits", "2,3", "--groups", "32,-1", "--set", "rounds=3")
+    options = ("--max-bpw", "3.25", "--bits", "2,3", "--groups", "32,-1", "--set", "rounds=2")
     result = run("search", tiny_model("opt"), "--calibration", artifact, "-o", plan, *options)
     assert result.exit_code == 0, result.stderr
     document = json.loads(plan.with_suffix(".json").read_text())

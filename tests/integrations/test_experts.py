@@ -29,6 +29,7 @@ HUB = {
     "gpt_oss": "model.layers.1.mlp.experts.3.gate_up_proj",
     "llama4": "model.layers.1.feed_forward.experts.3.up_proj",
 }
+QUICK = ("weight_bits=2", "rounds=1", "sweeps=0")  # which codes an expert gets is not the point
 TOP_K = {"llama4": 1}
 
 
@@ -40,7 +41,7 @@ def quantized(tiny_model: Tiny, calibrated: Tiny, tmp_path_factory: pytest.TempP
     def folder(family: str) -> Path:
         if family not in made:
             made[family] = tmp_path_factory.mktemp("experts") / family
-            _quantize(tiny_model(family), calibrated(family), made[family], "bcq-w3-g128-comp")
+            _quantize(tiny_model(family), calibrated(family), made[family], "bcq-w3-g128-comp", *QUICK)
         return made[family]
 
     return folder
@@ -110,7 +111,7 @@ def test_experts_may_be_kept(kept: str, tiny_model: Tiny, calibrated: Tiny, tmp_
     for family in ("mixtral", "gpt_oss"):
         out = tmp_path / family
         keep = f'keep=["lm_head", "{kept}"]'
-        _quantize(tiny_model(family), calibrated(family), out, "bcq-w4-g128", keep)
+        _quantize(tiny_model(family), calibrated(family), out, "bcq-w4-g128", "rounds=1", keep)
         loaded, original = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, tiny_model(family)))
         separate_experts(original)
         name = min(own for own in expert_linears(original) if ".layers.0." in own and ".experts.1." in own)

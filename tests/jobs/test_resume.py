@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -17,15 +18,27 @@ from tests.cli.calls import refusal, run
 
 TinyModel = Callable[[str], Path]
 Calibrated = Callable[[str], Path]
-FAMILIES = ("llama", "opt", "gpt2")
-RECIPES = ("bcq-w4-g128-comp", "flatten-o3", "rtn-w4-g128")
+Reference = Callable[..., dict[str, bytes]]
+# What is solved is not the point.
+QUICK = ("--recipe", "bcq-w4-g128-comp", "--set", "weight_bits=2", "--set", "rounds=1", "--set", "sweeps=0")
+FLATTEN, RTN = ("--recipe", "flatten-o3"), ("--recipe", "rtn-w4-g128")
+CALIBRATE = ("--seq-len", 32, "--windows", 4)
+# Pieces are of the stream's making, whatever the method: so each number, each family and each method once.
 # Mixtral's files have other names than its modules; those of gpt-oss hold its experts fused.
-WORKS = [(recipe, family) for recipe in RECIPES for family in FAMILIES]
-WORKS += [(RECIPES[0], family) for family in ("mixtral", "gpt_oss")]
+WORKS = [
+    (QUICK, "llama", 1),
+    (QUICK, "llama", 2),
+    (QUICK, "llama", 3),
+    (FLATTEN, "opt", 2),
+    (RTN, "gpt2", 1),
+    (QUICK, "mixtral", 2),
+    (QUICK, "gpt_oss", 3),
+]
 
 
-def folder_content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def folder_content(out: Path) -> dict[str, bytes]:
+    """Of a folder by the names of its files; of a file under no name."""
+    return {path.name: path.read_bytes() for path in out.iterdir()} if out.is_dir() else {"": out.read_bytes()}
 
 
 def names_in(folder: Path) -> list[str]:
@@ -63,20 +76,38 @@ def blocks_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize(("recipe", "family"), WORKS)
-@pytest.mark.parametrize("pieces", [1, 2, 3])
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """(the program's arguments) -> the files that they make in one go, made once."""
+    made: dict[str, dict[str, bytes]] = {}
+
+    def files(*command: Any) -> dict[str, bytes]:
+        key = " ".join(map(str, command))
+        if key not in made:
+            out = tmp_path_factory.mktemp("whole") / ("c.safetensors" if command[0] == "calibrate" else "q")
+            assert run(*command, "-o", out).exit_code == 0
+            made[key] = folder_content(out)
+        return made[key]
+
+    return files
+
+
+@pytest.mark.parametrize(
+    ("recipe", "family", "pieces"), WORKS, ids=[f"{recipe[1]}-{family}-{pieces}" for recipe, family, pieces in WORKS]
+)
 def test_quantizing_goes_on_to_the_same_bytes(
-    recipe: str,
+    recipe: tuple[str, ...],
     family: str,
     pieces: int,
     tiny_model: TinyModel,
     calibrated: Calibrated,
+    whole: Reference,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calibration = [] if recipe.startswith("rtn") else ["--calibration", calibrated(family)]
-    command = ["quantize", tiny_model(family), "--recipe", recipe, *calibration]
-    assert run(*command, "-o", tmp_path / "whole").exit_code == 0
+    calibration = [] if recipe == RTN else ["--calibration", calibrated(family)]
+    command = ["quantize", tiny_model(family), *recipe, *calibration]
+    expected = whole(*command)
     with monkeypatch.context() as patch:
         cut_short(patch, pieces, interrupt)
         cut = run(*command, "-o", tmp_path / "parts")
@@ -87,46 +118,52 @@ def test_quantizing_goes_on_to_the_same_bytes(
     assert again.exit_code == 0, again.stderr
     assert f"{pieces} pieces are finished" in again.stderr
     assert quantized == list(range(pieces - 1, 2))
-    assert folder_content(tmp_path / "parts") == folder_content(tmp_path / "whole")
-    assert names_in(tmp_path) == ["parts", "whole"]
+    assert folder_content(tmp_path / "parts") == expected
+    assert names_in(tmp_path) == ["parts"]
 
 
 @pytest.mark.parametrize(
-    "recipe", [("bipolar-w4a4-rotated",), ("bcq-w4-g64-s8-comp", "--set", "rotate=online")], ids=["folded", "online"]
+    "recipe",
+    [("--recipe", "bipolar-w4a4-rotated"), (*QUICK, "--set", "scale_bits=8", "--set", "rotate=online")],
+    ids=["folded", "online"],
 )
 def test_an_untied_head_is_gone_on_with(
     recipe: tuple[str, ...],
     tiny_model: TinyModel,
     calibrated: Calibrated,
+    whole: Reference,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    command = ["quantize", tiny_model("llama"), "--recipe", *recipe]
-    command += ["--calibration", calibrated("llama")]
-    assert run(*command, "-o", tmp_path / "whole").exit_code == 0
+    command = ["quantize", tiny_model("llama"), *recipe, "--calibration", calibrated("llama")]
+    expected = whole(*command)
     with monkeypatch.context() as patch:
         cut_short(patch, 2, interrupt)
         run(*command, "-o", tmp_path / "parts")
     assert run(*command, "-o", tmp_path / "parts").exit_code == 0
-    assert folder_content(tmp_path / "parts") == folder_content(tmp_path / "whole")
+    assert folder_content(tmp_path / "parts") == expected
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize("family", ["opt", "mixtral"])
+@pytest.mark.parametrize(("family", "pieces"), [("opt", 1), ("opt", 2), ("mixtral", 1)])
 def test_calibrating_goes_on_to_the_same_bytes(
-    family: str, pieces: int, tiny_model: TinyModel, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    pieces: int,
+    tiny_model: TinyModel,
+    text_file: Path,
+    whole: Reference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    command = ["calibrate", tiny_model(family), "--text", text_file, "--seq-len", 32, "--windows", 4]
-    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
-    assert run(*command, "-o", whole).exit_code == 0
+    command = ["calibrate", tiny_model(family), "--text", text_file, *CALIBRATE]
+    expected, parts = whole(*command), tmp_path / "parts.safetensors"
     with monkeypatch.context() as patch:
         cut_short(patch, pieces, interrupt)
         run(*command, "-o", parts)
     assert not parts.exists()
     again = run(*command, "-o", parts)
     assert f"{pieces} pieces are finished" in again.stderr
-    assert parts.read_bytes() == whole.read_bytes()
-    assert names_in(tmp_path) == ["parts.safetensors", "whole.safetensors"]
+    assert folder_content(parts) == expected
+    assert names_in(tmp_path) == ["parts.safetensors"]
 
 
 def hold_in_memory(monkeypatch: pytest.MonkeyPatch, saved: int) -> None:
@@ -153,19 +190,18 @@ def hold_in_memory(monkeypatch: pytest.MonkeyPatch, saved: int) -> None:
     [(2, 2, 2), (2, 1, 1), (2, 0, 0), (3, 1, 3), (3, 0, 3)],
     ids=["last-state-saved", "earlier-state-saved", "no-state-saved", "all-finished", "all-finished-none-saved"],
 )
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_quantizing_goes_on_from_the_last_hidden_states_that_were_saved(
-    family: str,
     pieces: int,
     saved: int,
     kept: int,
     tiny_model: TinyModel,
     calibrated: Calibrated,
+    whole: Reference,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    command = ["quantize", tiny_model(family), "--recipe", "bcq-w4-g128-comp", "--calibration", calibrated(family)]
-    assert run(*command, "-o", tmp_path / "whole").exit_code == 0
+    command = ["quantize", tiny_model("llama"), *QUICK, "--calibration", calibrated("llama")]
+    expected = whole(*command)
     with monkeypatch.context() as patch:
         hold_in_memory(patch, saved)
         cut_short(patch, pieces, interrupt)
@@ -176,8 +212,20 @@ def test_quantizing_goes_on_from_the_last_hidden_states_that_were_saved(
     assert again.exit_code == 0, again.stderr
     assert (f"{kept} pieces are finished" in again.stderr) == (kept > 0)
     assert quantized == list(range(max(0, kept - 1), 2))
-    assert folder_content(tmp_path / "parts") == folder_content(tmp_path / "whole")
-    assert names_in(tmp_path) == ["parts", "whole"]
+    assert folder_content(tmp_path / "parts") == expected
+    assert names_in(tmp_path) == ["parts"]
+
+
+def killed_behind(pieces: int, hold: Callable[[pytest.MonkeyPatch], None], *command: Any) -> None:
+    """The program in a child of this process, killed behind so many finished pieces."""
+    child = os.fork()
+    if not child:
+        patch = pytest.MonkeyPatch()
+        hold(patch)
+        cut_short(patch, pieces, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        run(*command)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("saved", [0, 1], ids=["none-saved", "first-saved"])
@@ -187,49 +235,43 @@ def test_a_run_that_was_killed_between_saves_goes_on_to_the_same_bytes(
     saved: int,
     tiny_model: TinyModel,
     calibrated: Calibrated,
+    whole: Reference,
     text_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pieces = 1 if command == "calibrate" else 2
+    pieces, parts = 1 if command == "calibrate" else 2, tmp_path / "parts.safetensors"
     if command == "calibrate":
-        arguments = [command, tiny_model("opt"), "--text", text_file, "--seq-len", 32, "--windows", 4]
+        arguments = [command, tiny_model("opt"), "--text", text_file, *CALIBRATE]
     else:
-        arguments = [command, tiny_model("opt"), "--recipe", "bcq-w4-g128-comp", "--calibration", calibrated("opt")]
-    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
-    assert run(*arguments, "-o", whole).exit_code == 0
-    child = os.fork()
-    if not child:
-        hold_in_memory(monkeypatch, saved)
-        cut_short(monkeypatch, pieces, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        run(*arguments, "-o", parts)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        arguments = [command, tiny_model("opt"), *QUICK, "--calibration", calibrated("opt")]
+    expected = whole(*arguments)
+    killed_behind(pieces, lambda patch: hold_in_memory(patch, saved), *arguments, "-o", parts)
     hold_in_memory(monkeypatch, 0)
     again = run(*arguments, "-o", parts)
     assert again.exit_code == 0, again.stderr
     assert ("going on" in again.stderr) == (saved > 0)
-    if command == "calibrate":
-        assert parts.read_bytes() == whole.read_bytes()
-    else:
-        assert folder_content(parts) == folder_content(whole)
-    assert names_in(tmp_path) == ["parts.safetensors", "whole.safetensors"]
+    assert folder_content(parts) == expected
+    assert names_in(tmp_path) == ["parts.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def killed(tiny_model: TinyModel, calibrated: Calibrated, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was killed behind the first block."""
+    folder = tmp_path_factory.mktemp("killed")
+    killed_behind(2, lambda _patch: None, *unfinished_command(tiny_model, calibrated, folder))
+    return folder
+
+
+def unfinished_command(tiny_model: TinyModel, calibrated: Calibrated, folder: Path) -> tuple[Any, ...]:
+    return ("quantize", tiny_model("opt"), *QUICK, "--calibration", calibrated("opt"), "-o", folder / "q")
 
 
 @pytest.fixture
-def unfinished(
-    tiny_model: TinyModel, calibrated: Calibrated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Any, ...]:
-    """A command whose first run was killed behind the first block."""
-    command = ("quantize", tiny_model("opt"), "--recipe", "bcq-w4-g128-comp", "--calibration", calibrated("opt"))
-    command = (*command, "-o", tmp_path / "q")
-    child = os.fork()
-    if not child:
-        cut_short(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        run(*command)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    return command
+def unfinished(killed: Path, tiny_model: TinyModel, calibrated: Calibrated, tmp_path: Path) -> tuple[Any, ...]:
+    """A command whose first run was killed behind the first block; its work is copied."""
+    shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
+    return unfinished_command(tiny_model, calibrated, tmp_path)
 
 
 def test_what_a_killed_run_left_is_found(unfinished: tuple[Any, ...], tmp_path: Path) -> None:
@@ -243,7 +285,7 @@ def test_what_a_killed_run_left_is_found(unfinished: tuple[Any, ...], tmp_path: 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (["--set", "sweeps=1"], "another recipe"),
+        (["--set", "damping=0.25"], "another recipe"),
         (["--activations", "bf16"], "another activations"),
     ],
     ids=["recipe", "activations"],
@@ -290,7 +332,7 @@ def test_one_part_of_the_model_is_in_memory_at_a_time(
         quantize(job, index, *rest)
 
     monkeypatch.setattr(quantize_blocks, "_quantize_block", watched)
-    command = ["quantize", tiny_model("opt"), "--recipe", "bcq-w4-g128-comp", "--calibration", calibrated("opt")]
+    command = ["quantize", tiny_model("opt"), *QUICK, "--calibration", calibrated("opt")]
     assert run(*command, "-o", tmp_path / "q").exit_code == 0
     assert held == [{"model.decoder.layers.0"}, {"model.decoder.layers.1"}]
 

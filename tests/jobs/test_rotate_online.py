@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,18 +24,19 @@ Folders = Callable[[str], Path]
 IDS = torch.tensor([[5, 40, 100, 7, 22, 9]])
 FP32_ATOL = 1e-5  # products of the same weights by another path
 ONLINE = ("--recipe", "bcq-w4-g64-s8-comp", "--set", "group_size=-1", "--set", "rotate=online")
+ONLINE += ("--set", "rounds=2", "--set", "sweeps=1")
 EVERY_INPUT = ("--recipe", "rtn-w4-g128", "--set", "group_size=32", "--set", "rotate_inputs=true")
 
 
 def test_a_user_quantizes_evaluates_and_generates(
-    tiny_model: Folders, calibrated: Folders, text_file: Path, tmp_path: Path
+    tiny_model: Folders, calibrated: Folders, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
     def program(*arguments: str | Path) -> str:
-        command = [sys.executable, "-m", "quantkit", *map(str, arguments)]
-        done = subprocess.run(
-            command, cwd=tmp_path, env={**os.environ, "COLUMNS": "200"}, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        done = run(*arguments)
+        assert done.exit_code == 0, done.stderr
         return done.stdout
 
     model, out = tiny_model("llama"), tmp_path / "out"
@@ -83,7 +81,7 @@ def test_every_way_to_load_it_computes_the_same(tiny_model: Folders, calibrated:
 )
 def test_it_is_tuned(tune: str, tiny_model: Folders, calibrated: Folders, tmp_path: Path) -> None:
     """Codes start from the rotated weights; those of the weights as they were would begin worse than untuned."""
-    settings = ("weight_bits=2", "group_size=-1", "rotate=online", f"tune={tune}")
+    settings = ("weight_bits=2", "group_size=-1", "rounds=2", "rotate=online", f"tune={tune}")
     chosen = ["--recipe", "bcq-w4-g128", *(part for setting in settings for part in ("--set", setting))]
     command = ["quantize", tiny_model("llama"), *chosen, "--calibration", calibrated("llama")]
     made = run(*command, "-o", tmp_path / "out")
@@ -120,6 +118,7 @@ def test_a_search_quantizes_behind_rotated_inputs(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     plan, calibration = tmp_path / "plan.yaml", ("--calibration", calibrated("opt"))
     options = ("--max-bpw", "3.5", "--bits", "2,3,4", "--groups", "32,-1", "--set", "measure=1")
+    options += ("--set", "rounds=2", "--set", "sweeps=0")
     found = run("search", tiny_model("opt"), *calibration, *options, "--set", "rotate_inputs=true", "-o", plan)
     assert found.exit_code == 0, found.stderr
     applied = run("quantize", tiny_model("opt"), "--recipe", plan, *calibration, "-o", tmp_path / "out")

@@ -4,69 +4,66 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quantkit.calibration.artifact import load_calibration, save_calibration
-from quantkit.calibration.runner import calibrate
+from quantkit.calibration.artifact import load_calibration
 from quantkit.checkpoint.config import bits_per_weight
 from quantkit.checkpoint.read import read_checkpoint
 from quantkit.checkpoint.write import folder_bytes
-from quantkit.data.corpora import Corpus
 from quantkit.errors import CalibrationError, OutputError, RecipeError
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.jobs.search import Budget, SearchResult, search, search_settings
 from quantkit.models.families import merged_linears
-from quantkit.models.loading import load_model, open_stream
+from quantkit.models.loading import load_model
 from quantkit.quantizers.bcq import compensation
 from quantkit.recipe import load_recipe
 from quantkit.search import table as table_module
 from quantkit.search.plan import sublayer_type
 from quantkit.search.table import Option
 from tests.pipeline import window_scores
-from tests.tiny import sample_text
 
 OPTIONS = [Option(bits, group) for bits in (2, 3, 4) for group in (32, -1)]
-SEQ_LEN = 32
 SLACK = 40_000  # bytes above the smallest plan: room for some layers to have more bits, not for all
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+Folders = Callable[[str], Path]
+QUICK = ("rounds=2", "compensate=false")
 
 
 @pytest.fixture(scope="module")
-def calibration(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("calibration")
+def filled_cache(tiny_model: Folders, short_calibration: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache after one search of OPT: most tests ask what is made of the same table."""
+    folder = tmp_path_factory.mktemp("filled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        settings = search_settings((*QUICK, "measure=0"))
+        model, budget = str(tiny_model("opt")), Budget("bpw", 3.3)
+        search(model, short_calibration("opt"), folder / "p.yaml", budget=budget, options=OPTIONS, settings=settings)
+    return folder / "cache"
 
-    def artifact(family: str) -> Path:
-        path = folder / f"{family}.safetensors"
-        if not path.exists():
-            stream, tokenizer = open_stream(str(tiny_model(family)))
-            corpus = Corpus("sample", (sample_text(300),))
-            save_calibration(
-                calibrate(stream, tokenizer, corpus, name=family, windows=4, seq_len=SEQ_LEN, seed=0), path
-            )
-        return path
 
-    return artifact
+@pytest.fixture(autouse=True)
+def _own_cache(filled_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(filled_cache, tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
-def find(tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path) -> Any:
+def find(tiny_model: Folders, short_calibration: Folders, tmp_path: Path) -> Any:
     """(plan's name, budget, overrides, family, options) -> the search's result; its plan is tmp_path/NAME.yaml."""
 
     def call(
         name: str, kind: Any, limit: float, *overrides: str, family: str = "opt", options: list[Option] = OPTIONS
     ) -> SearchResult:
-        quick = () if any(each.startswith("method=") for each in overrides) else ("rounds=2", "compensate=false")
+        quick = () if any(each.startswith("method=") for each in overrides) else QUICK
         return search(
             str(tiny_model(family)),
-            calibration(family),
+            short_calibration(family),
             tmp_path / f"{name}.yaml",
             budget=Budget(kind, limit),
             options=options,
@@ -91,14 +88,14 @@ def test_bytes_of_the_written_files_keep_the_budget(
     family: str,
     settings: tuple[str, ...],
     find: Any,
-    tiny_model: Callable[[str], Path],
-    calibration: Callable[[str], Path],
+    tiny_model: Folders,
+    short_calibration: Folders,
     tmp_path: Path,
 ) -> None:
     smallest = find("smallest", "bpw", 2.0001 + 16 * 3 / 64, "measure=0", *settings, family=family).bytes
     budget = smallest + SLACK
     result = find("plan", "bytes", budget, "measure=0", *settings, family=family)
-    out = _apply(tmp_path / "plan.yaml", tiny_model(family), calibration(family))
+    out = _apply(tmp_path / "plan.yaml", tiny_model(family), short_calibration(family))
     written = folder_bytes(out)
     assert written <= result.bytes <= budget
     assert written > smallest
@@ -110,10 +107,12 @@ def test_bytes_of_the_written_files_keep_the_budget(
 
 
 def test_bits_per_weight_keep_the_budget_and_use_it(
-    find: Any, tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path
+    find: Any, tiny_model: Folders, short_calibration: Folders, tmp_path: Path
 ) -> None:
     result = find("plan", "bpw", 3.7, "measure=0")
-    written = bits_per_weight(read_checkpoint(_apply(tmp_path / "plan.yaml", tiny_model("opt"), calibration("opt"))))
+    written = bits_per_weight(
+        read_checkpoint(_apply(tmp_path / "plan.yaml", tiny_model("opt"), short_calibration("opt")))
+    )
     assert written == pytest.approx(result.bits_per_weight, abs=1e-12)
     assert 3.5 < written <= 3.7
     assert result.plan.gap == 0
@@ -219,15 +218,13 @@ def test_measured_kl_replaces_the_estimate_of_its_layer(find: Any, tmp_path: Pat
 
 
 def test_max_kl_is_kept_by_the_quantized_model(
-    find: Any, tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path
+    find: Any, tiny_model: Folders, short_calibration: Folders, tmp_path: Path
 ) -> None:
     limit = 2e-4
     result = find("plan", "kl", limit, "measure=0", "merged=free")
-    from quantkit.calibration.artifact import load_calibration
-
     reference, _ = load_model(str(tiny_model("opt")))
-    quantized, _ = load_model(str(_apply(tmp_path / "plan.yaml", tiny_model("opt"), calibration("opt"))))
-    windows = load_calibration(calibration("opt")).windows.long()
+    quantized, _ = load_model(str(_apply(tmp_path / "plan.yaml", tiny_model("opt"), short_calibration("opt"))))
+    windows = load_calibration(short_calibration("opt")).windows.long()
     kl = sum(float(window_scores(reference, quantized, window).kl.mean()) for window in windows) / len(windows)
     assert kl == pytest.approx(result.measured_kl, rel=1e-6)
     assert kl <= limit
@@ -247,9 +244,7 @@ def test_per_type_gives_attention_and_ffn_one_option_each(find: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
-def test_linears_that_engines_merge_share_their_option(
-    family: str, find: Any, tiny_model: Callable[[str], Path]
-) -> None:
+def test_linears_that_engines_merge_share_their_option(family: str, find: Any, tiny_model: Folders) -> None:
     groups = merged_linears(load_model(str(tiny_model(family)))[0])
     shared, free = (find(each, "bpw", 3.6, "measure=0", f"merged={each}", family=family) for each in ("same", "free"))
     used = [[{plan.options[name] for name in group} for group in groups] for plan in (shared.plan, free.plan)]
@@ -301,13 +296,11 @@ def test_a_budget_that_nothing_fits_names_the_smallest_choice(find: Any, tmp_pat
     assert not list(tmp_path.glob("plan*"))
 
 
-def test_another_models_calibration_is_refused(
-    tiny_model: Callable[[str], Path], calibration: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_another_models_calibration_is_refused(tiny_model: Folders, short_calibration: Folders, tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="another model"):
         search(
             str(tiny_model("opt")),
-            calibration("llama"),
+            short_calibration("llama"),
             tmp_path / "plan.yaml",
             budget=Budget("bpw", 3.0),
             options=OPTIONS,
@@ -318,7 +311,8 @@ def test_another_models_calibration_is_refused(
 def test_a_cache_that_cannot_be_written_is_refused_before_the_work(
     find: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "cache").write_text("a file where the folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("a file where the folder should be")
     monkeypatch.setattr(table_module, "build_table", lambda *_a, **_k: pytest.fail("the work began"))
     with pytest.raises(OutputError, match=r"cache .* cannot be written .*; set XDG_CACHE_HOME"):
         find("plan", "bpw", 3.3, "measure=0")
@@ -326,9 +320,9 @@ def test_a_cache_that_cannot_be_written_is_refused_before_the_work(
 
 
 def test_a_table_of_other_code_is_not_used(
-    calibration: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    short_calibration: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    artifact, method = load_calibration(calibration("opt")), table_module.LayerMethod("bcq", {"rounds": 2})
+    artifact, method = load_calibration(short_calibration("opt")), table_module.LayerMethod("bcq", {"rounds": 2})
     code = tmp_path / "solver.py"
     code.write_text("damping = 0.01")
     monkeypatch.setattr(table_module, "_solver_files", lambda: [code])
@@ -345,6 +339,6 @@ def test_variants_finished_a_few_at_a_time_measure_the_same(
     for name, limit in (("together", 10**9), ("few", 0)):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{name}"))
         monkeypatch.setattr("quantkit.search.measure._VARIANT_BYTES", limit)
-        find(name, "bpw", 3.3)
+        find(name, "bpw", 3.3, "measure=2")
         written.append(json.loads((tmp_path / f"{name}.json").read_text())["layers"])
     assert written[0] == written[1]

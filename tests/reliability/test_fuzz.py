@@ -114,7 +114,7 @@ def is_same(first: Any, second: Any) -> bool:
 def test_damaged_checkpoints_are_refused_or_equal(name: str, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     folder, copy, seen = checkpoint(name), tmp_path / "copy", Counter[str]()
     reference = loaded(folder)
-    for trial in trials(name, 220):
+    for trial in trials(name, 70):
         damaged_copy(folder, copy, trial.chance)
         seen[outcome(lambda: is_same(loaded(copy), reference), trial)] += 1
     assert seen[REFUSED] > seen[EQUAL]
@@ -134,7 +134,7 @@ def test_damaged_checkpoints_that_are_not_verified_crash_nothing(
         loaded(copy)
         return True
 
-    for trial in trials(f"{name} unverified", 80):
+    for trial in trials(f"{name} unverified", 25):
         damaged_copy(folder, copy, trial.chance)
         outcome(read, trial)
 
@@ -147,7 +147,7 @@ def test_damaged_models_of_strangers_end_in_one_line(tiny_model: Callable[[str],
         model, _ = load_model(str(copy))
         return model.get_input_embeddings().weight.shape[0] > 0
 
-    for trial in trials("model", 150):
+    for trial in trials("model", 60):
         damaged_copy(folder, copy, trial.chance)
         outcome(read, trial)
 

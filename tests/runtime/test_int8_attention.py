@@ -104,17 +104,32 @@ def test_options_that_change_the_scores_are_refused(option: str) -> None:
         int8_attention(_module(1, 1, 1), *_operands(4), None, **{option: 30.0})  # type: ignore[arg-type]
 
 
-def _checkpoint(family: str, tiny_model: TinyModel, calibrated: TinyModel, out: Path) -> Path:
-    recipe = load_recipe("bcq-w4-g128", ["weight_bits=8", "group_size=32", "attention_bits=8"])
+def _quantize(family: str, tiny_model: TinyModel, calibrated: TinyModel, out: Path) -> Path:
+    recipe = load_recipe("rtn-w4-g128", ["weight_bits=8", "group_size=32", "attention_bits=8"])
     quantize_model(str(tiny_model(family)), recipe, out, calibration=calibrated(family), options=QuantizeOptions())
     return out
 
 
+@pytest.fixture(scope="module")
+def checkpoint(
+    tiny_model: TinyModel, calibrated: TinyModel, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """family -> its checkpoint with INT8 attention, made once; treat it as read-only."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = _quantize(family, tiny_model, calibrated, tmp_path_factory.mktemp("int8") / family)
+        return made[family]
+
+    return folder
+
+
 @pytest.mark.parametrize("family", WITH_FUNCTION)
 def test_checkpoint_computes_in_int8_after_loading_and_after_saving_again(
-    family: str, tiny_model: TinyModel, calibrated: TinyModel, tmp_path: Path
+    family: str, tiny_model: TinyModel, checkpoint: TinyModel, tmp_path: Path
 ) -> None:
-    first = quantkit.load(str(_checkpoint(family, tiny_model, calibrated, tmp_path / "q")), device="cpu")
+    first = quantkit.load(str(checkpoint(family)), device="cpu")
     first.save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     original, _ = load_model(str(tiny_model(family)))
@@ -128,10 +143,8 @@ def test_checkpoint_computes_in_int8_after_loading_and_after_saving_again(
 
 
 @pytest.mark.parametrize("family", WITH_FUNCTION)
-def test_decoding_with_a_cache_gives_the_tokens_of_full_passes(
-    family: str, tiny_model: TinyModel, calibrated: TinyModel, tmp_path: Path
-) -> None:
-    model = quantkit.load(str(_checkpoint(family, tiny_model, calibrated, tmp_path / "q")), device="cpu")
+def test_decoding_with_a_cache_gives_the_tokens_of_full_passes(family: str, checkpoint: TinyModel) -> None:
+    model = quantkit.load(str(checkpoint(family)), device="cpu")
     made = [
         model.generate(PROMPT, max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0, use_cache=cached)
         for cached in (True, False)
@@ -192,8 +205,8 @@ def test_a_gpu_computes_what_a_cpu_does(family: str, tiny_model: TinyModel) -> N
     assert (got - expected).abs().max() < TINY_LOGITS_RTOL * expected.std()
 
 
-def test_base_model_loads_its_scales_too(tiny_model: TinyModel, calibrated: TinyModel, tmp_path: Path) -> None:
-    base = AutoModel.from_pretrained(_checkpoint("llama", tiny_model, calibrated, tmp_path / "q"))
+def test_base_model_loads_its_scales_too(checkpoint: TinyModel) -> None:
+    base = AutoModel.from_pretrained(checkpoint("llama"))
     assert base.layers[0].self_attn.quantkit_attention_scales.value > 0
 
 
@@ -221,7 +234,7 @@ def test_model_without_attention_function_is_refused_before_the_work(
     tiny_model: TinyModel, calibrated: TinyModel, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match="BloomForCausalLM computes its attention in code of its own"):
-        _checkpoint("bloom", tiny_model, calibrated, tmp_path / "q")
+        _quantize("bloom", tiny_model, calibrated, tmp_path / "q")
     assert not (tmp_path / "q").exists()
 
 

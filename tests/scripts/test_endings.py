@@ -69,7 +69,10 @@ def test_a_script_names_the_command_that_runs_it(path: Path) -> None:
     assert f"{path.relative_to(ROOT)}" in text or path.name == "demo.py"  # that one is for make demo
 
 
-@pytest.mark.parametrize("script", ["nuqmm/tables.py", "bipolar/tables.py", "flattenquant/speed.py"])
+@pytest.mark.parametrize(
+    "script",
+    ["nuqmm/tables.py", pytest.param("bipolar/tables.py", marks=pytest.mark.slow), "flattenquant/speed.py"],
+)
 def test_a_process_ends_so_too(script: str) -> None:
     """From any folder, without the checkout's root on PYTHONPATH: scripts import each other."""
     command = [sys.executable, str(ROOT / "scripts" / script), "--json", MISSING]

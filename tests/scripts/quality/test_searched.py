@@ -17,7 +17,20 @@ def test_a_plan_and_what_the_search_says_of_it_stand_beside_uniform_recipes(
 ) -> None:
     document, text = tmp_path / "s.json", str(text_file)
     arguments = [str(tiny_model("llama")), "--text", text, "--calibration-text", text, "--windows", "4"]
-    arguments += ["--bits", "2,3", "--groups", "32", "--set", "measure=0", "--max-bpw", "4.5", "--seq-len", "16"]
+    arguments += [
+        "--bits",
+        "2,3",
+        "--groups",
+        "32",
+        "--set",
+        "measure=0",
+        "--set",
+        "rounds=2",
+        "--max-bpw",
+        "4.5",
+        "--seq-len",
+        "16",
+    ]
     arguments += ["--max-windows", "2", "--json", str(document)]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(searched, "SEQ_LEN", 16)
