@@ -2,7 +2,7 @@
 # make test   the test suite; make test-all adds the runs of real models; make lint checks style and types
 # make kernels  compile every instance of every kernel for every GPU generation, no GPU needed
 # make test-vllm  a tiny model through vLLM on the CPU, one process and two, and its server (5 GB of packages, 10 minutes)
-# make fuzz   thirty times as many damaged files as make test, others each day (FUZZ_SEED=1 MUTATIONS=5 make fuzz)
+# make fuzz   sixty times as many damaged files as make test, others each day (FUZZ_SEED=1 MUTATIONS=5 make fuzz)
 # Each sets up what it needs in .venv first, from the versions pinned in constraints.txt.
 PYTHON ?= python3
 VENV := .venv
@@ -45,7 +45,7 @@ $(VLLM_READY): pyproject.toml tests/serving/requirements.txt tests/serving/name_
 test-vllm: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest tests/serving
 
-fuzz: export MUTATIONS ?= 30
+fuzz: export MUTATIONS ?= 63
 fuzz: export FUZZ_SEED ?= $(shell date +%Y%m%d)
 fuzz: $(READY)
 	@echo "MUTATIONS=$(MUTATIONS) FUZZ_SEED=$(FUZZ_SEED)"
