@@ -25,6 +25,7 @@ from quantkit.ops.instances import all_units
 
 needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="CuPy is not installed")
 WORKERS = os.cpu_count() or 1
+BATCH = 24  # instances that are compiled together; each of several hundred would take longer
 AMPERE, HOPPER = ARCHITECTURES[8, 0], ARCHITECTURES[9, 0]
 
 
@@ -175,7 +176,8 @@ def test_instances_compile_without_spills_and_fit_shared_memory(
     with ThreadPoolExecutor(WORKERS) as pool:  # NVRTC compiles outside the interpreter's lock
         for machine_code in (True, False):
             units = [unit for unit in wanted if (unit in looked_into) == machine_code]
-            batches = [units[i::WORKERS] for i in range(WORKERS) if units[i::WORKERS]]
+            count = max(WORKERS, -(-len(units) // BATCH))
+            batches = [units[i::count] for i in range(count) if units[i::count]]
             check = partial(_faults, row=row, machine_code=machine_code)
             assert not [name for names in pool.map(check, batches) for name in names]
 
