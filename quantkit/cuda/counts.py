@@ -16,6 +16,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
+from quantkit.cuda.device import raw_stream
+
 _STREAM_COUNTS = 1 << 10  # at least, of a stream
 _CAPTURED_COUNTS = 1 << 21  # of a device, for all launches that are ever captured: 8 MiB
 
@@ -64,4 +66,4 @@ def zero_counts(count: int, device: torch.device) -> Tensor:
     counts = _of_device(index)
     if torch.cuda.is_current_stream_capturing():
         return counts.of_graph(count)
-    return counts.of_stream(count, torch._C._cuda_getCurrentRawStream(index))
+    return counts.of_stream(count, raw_stream(index))

@@ -37,3 +37,9 @@ def gpu_of(device: torch.device) -> Gpu:
     """What plans depend on of a GPU of this machine. Raises KernelError below compute capability 8.0."""
     properties = torch.cuda.get_device_properties(device)
     return Gpu(architecture(properties.major, properties.minor), properties.multi_processor_count)
+
+
+def raw_stream(index: int) -> int:
+    """The current CUstream of the GPU of this number; a torch.cuda.Stream takes as long as a launch."""
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream

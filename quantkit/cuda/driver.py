@@ -137,8 +137,11 @@ class LoadedKernel:
             next((places[name] for name in open_names if name in maps), None),
         )
 
-    def run_fixed(self, it: FixedLaunch, words: Sequence[int], encoded: bytes, stream: int) -> None:
-        """Queue a fixed launch, see FixedLaunch.queue."""
+    def queue_fixed(self, it: FixedLaunch, words: Sequence[int], encoded: bytes, stream: int) -> None:
+        """Queue a launch that ``fixed`` made. words: the open pointers. encoded: the open map, see TensorMap.
+
+        stream: CUstream. Raises KernelError with the driver's error number.
+        """
         call = self._call()
         ctypes.memmove(call.start, it.values, len(it.values))
         for place, word in zip(it.words, words, strict=True):
@@ -181,7 +184,7 @@ class LoadedKernel:
 
 @dataclass(frozen=True, eq=False)
 class FixedLaunch:
-    """A launch as the driver reads it, all but some pointers and a map: queued in a third of the time.
+    """A launch as the driver reads it, all but some pointers and a map, see LoadedKernel.queue_fixed.
 
     values, config: bytes of the parameters and of CUlaunchConfig. words, map: where the open ones stand among the
     values, in words of 8 bytes and in bytes.
@@ -192,10 +195,3 @@ class FixedLaunch:
     config: bytes
     words: tuple[int, ...]
     map: int | None
-
-    def queue(self, words: Sequence[int], encoded: bytes, stream: int) -> None:
-        """Queue it. words: the open pointers. encoded: the open map, see TensorMap. stream: CUstream.
-
-        Raises KernelError with the driver's error number.
-        """
-        self.kernel.run_fixed(self, words, encoded, stream)

@@ -10,8 +10,9 @@ import torch
 
 from quantkit.cuda.architectures import architecture
 from quantkit.cuda.compile import CompileUnit, cached_cubin, cupy_install_line
+from quantkit.cuda.device import raw_stream
 from quantkit.cuda.driver import FixedLaunch, LaunchShape, LoadedKernel
-from quantkit.cuda.parameters import Argument, check_arguments, kernel_parameters
+from quantkit.cuda.parameters import Argument, Pointer, check_arguments, kernel_parameters
 from quantkit.errors import KernelError
 
 DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
@@ -81,54 +82,37 @@ class Launch:
         return kernel, LaunchShape(self.grid, self.block, shared_mem, self.overlap and overlaps, self.cluster)
 
 
-_ALL_FIXED: list[FixedLaunches] = []
-
-
-def forget_fixed() -> None:
-    """Make all launches that are kept anew, for tests that change what they depend on."""
-    for kept in _ALL_FIXED:
-        kept.forget()
-
-
 class FixedLaunches:
     """Launches that come again and again, by all that they depend on but addresses; they are made once and kept."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[object, ...], FixedLaunch] = {}
-        _ALL_FIXED.append(self)
 
-    def forget(self) -> None:
-        """Make all of them anew."""
-        self._kept.clear()
-
-    def run(self, key: tuple[object, ...], make: Callable[[], Launch], device: torch.device, **pointers: int) -> None:
-        """Queue the launch of a key on a device with these addresses, always the same names; see ``of``."""
-        queue_fixed(self.of((device, *key), make, *pointers), device, tuple(pointers.values()))
-
-    def of(self, key: tuple[object, ...], make: Callable[[], Launch], *open_names: str) -> FixedLaunch:
-        """The launch of a key; made by ``make`` where it is new, see Launch.fixed."""
+    def run(
+        self,
+        key: tuple[object, ...],
+        make: Callable[[], Launch],
+        device: torch.device,
+        pointers: Mapping[str, Pointer | None],
+    ) -> None:
+        """Queue the launch of a key on a device. make: gives it where it is new. pointers: all of the kernel's."""
+        key = (device, *key)
         found = self._kept.get(key)
         if found is None:
             if len(self._kept) >= MOST_FIXED:
                 self._kept.clear()
-            found = self._kept[key] = make().fixed(*open_names)
-        return found
+            found = self._kept[key] = make().fixed(*pointers)
+        queue_fixed(found, device, [0 if it is None else it.data_ptr() for it in pointers.values()])
 
 
 def queue_fixed(launch: FixedLaunch, device: torch.device, words: Sequence[int], encoded: bytes = b"") -> None:
-    """Queue a fixed launch on the current stream of its device, see FixedLaunch.queue."""
+    """Queue a fixed launch on the current stream of its device, see LoadedKernel.queue_fixed."""
     index = torch.cuda.current_device()
     if device.index in (None, index):
-        launch.queue(words, encoded, raw_stream(index))
+        launch.kernel.queue_fixed(launch, words, encoded, raw_stream(index))
     else:
         with torch.cuda.device(device):
-            launch.queue(words, encoded, raw_stream(device.index))
-
-
-def raw_stream(index: int) -> int:
-    """The current CUstream of a device; a torch.cuda.Stream takes as long as a launch."""
-    stream: int = torch._C._cuda_getCurrentRawStream(index)
-    return stream
+            launch.kernel.queue_fixed(launch, words, encoded, raw_stream(device.index))
 
 
 @cache

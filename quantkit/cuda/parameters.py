@@ -32,7 +32,8 @@ class Within(NamedTuple):
         return self.memory.data_ptr() + self.offset
 
 
-Argument = Tensor | Within | TensorMap | int | float | None
+Pointer = Tensor | Within
+Argument = Pointer | TensorMap | int | float | None
 """Tensor, Within or None: a pointer (null for None). TensorMap or None: a map (zeros for None). int (bool too): a
 32-bit integer. float: fp32."""
 

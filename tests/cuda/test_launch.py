@@ -119,7 +119,7 @@ def test_a_tensor_map_is_passed_by_value(monkeypatch: pytest.MonkeyPatch) -> Non
     given = {"first": 3, "x": TensorMap(torch.zeros(2, 8), 8, 8), "last": 4}
     kernel.queue(given, shape, STREAM)
     kernel.queue({**given, "x": None}, shape, STREAM)
-    kernel.fixed(given, shape, ("x",)).queue((), bytes(reversed(range(MAP_BYTES))), STREAM)
+    kernel.queue_fixed(kernel.fixed(given, shape, ("x",)), (), bytes(reversed(range(MAP_BYTES))), STREAM)
     encoded = bytes(range(MAP_BYTES))
     assert read == [(3, encoded, 4), (3, bytes(MAP_BYTES), 4), (3, encoded[::-1], 4)]
 
@@ -148,10 +148,11 @@ def test_fixed_launches_are_made_once_a_key(machine: Driver, given: Callable[...
         made.append(given())
         return made[-1]
 
-    assert kept.of(("a", 1), make, "x") is kept.of(("a", 1), make, "x")
-    assert kept.of(("a", 2), make, "x") is not kept.of(("a", 1), make, "x")
+    tensors = [torch.zeros(2) for _ in range(3)]
+    for number, x in zip((1, 1, 2), tensors, strict=True):
+        kept.run(("a", number), make, CPU, {"x": x, "y": None})
     assert len(made) == 2
-    assert not machine.values
+    assert [values[0] for values in machine.values] == [x.data_ptr() for x in tensors]
 
 
 def test_sizes_stream_and_attributes_reach_the_driver(machine: Driver, given: Callable[..., Launch]) -> None:

@@ -11,7 +11,7 @@ import torch
 from quantkit.cuda.architectures import Architecture
 from quantkit.cuda.device import gpu_of
 from quantkit.cuda.driver import FixedLaunch, LoadedKernel
-from quantkit.cuda.launch import Launch, forget_fixed
+from quantkit.cuda.launch import FixedLaunches, Launch
 from quantkit.cuda.parameters import kernel_parameters
 from quantkit.cuda.tensor_map import MAP_BYTES
 from quantkit.ops.bcq import bound, gemm_launch
@@ -42,7 +42,7 @@ class Recorder:
         self.take(launch)
         known = {parameter.name for parameter in kernel_parameters(launch.unit.source, launch.unit.function)}
         assert set(names) <= known
-        idle = SimpleNamespace(run_fixed=lambda *call: None)
+        idle = SimpleNamespace(queue_fixed=lambda *call: None)
         return FixedLaunch(cast(LoadedKernel, idle), b"", b"", (), None)
 
     @property
@@ -61,7 +61,7 @@ def record(monkeypatch: pytest.MonkeyPatch, row: Architecture) -> Recorder:
     monkeypatch.setattr(Launch, "fixed", lambda launch, *names: recorder.fix(launch, names))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    forget_fixed()
+    monkeypatch.setattr(FixedLaunches, "run", lambda kept, key, make, device, pointers: recorder.take(make()))
     bound.forget_products()
     for module in (gemm_launch, bound):
         monkeypatch.setattr(module, "zero_counts", lambda count, device: torch.zeros(count, dtype=torch.int32))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 
 from quantkit.cuda.architectures import ARCHITECTURES, Architecture
 from quantkit.cuda.launch import FixedLaunches, Launch
-from quantkit.cuda.parameters import kernel_parameters
+from quantkit.cuda.parameters import Pointer, kernel_parameters
 from quantkit.ops.registry import OPS
 from tests.ops.launches import record
 from tests.ops.table import is_asked_for
@@ -18,6 +18,10 @@ KEPT = (
     *("rms_norm", "add_rms_norm", "gated_halves", "bipolar_linear", "bipolar_prepared_linear"),
     *("flatten_quantize", "flatten_quantize_tiles", "int8_gemm_tiles", "int8_gemm_requantize"),
 )
+
+
+def _address(pointer: Pointer | None) -> int:
+    return 0 if pointer is None else pointer.data_ptr()
 
 
 class Keys:
@@ -33,18 +37,17 @@ class Keys:
         key: tuple[object, ...],
         make: Callable[[], Launch],
         device: torch.device,
-        **pointers: int,
+        pointers: Mapping[str, Pointer | None],
     ) -> None:
-        launch, found = make(), {}
+        launch, found, given = make(), {}, dict(pointers)
         launch.check()
         for parameter in kernel_parameters(launch.unit.source, launch.unit.function):
             value = launch.args[parameter.name]
             if parameter.pointer:
-                address = 0 if value is None else value.data_ptr()  # type: ignore[union-attr]
-                assert pointers.pop(parameter.name, 0) == address, parameter.name
+                assert _address(given.pop(parameter.name)) == _address(value), parameter.name  # type: ignore[arg-type]
             else:
                 found[parameter.name] = value
-        assert not pointers
+        assert not given
         shape = launch.unit, launch.grid, launch.block, launch.shared_mem, launch.overlap, launch.cluster
         assert self.known.setdefault((id(kept), device, key), (found, shape)) == (found, shape)
         self.count += 1
@@ -57,7 +60,7 @@ def test_addresses_are_open_and_all_else_follows_from_the_key(
 ) -> None:
     keys = Keys()
     record(monkeypatch, row)
-    monkeypatch.setattr(FixedLaunches, "run", lambda kept, *given, **pointers: keys.take(kept, *given, **pointers))
+    monkeypatch.setattr(FixedLaunches, "run", lambda *given: keys.take(*given))
     for _ in range(2):
         for sample in OPS[name].samples():
             if is_asked_for(sample, row):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -47,10 +48,6 @@ class Activations:
     sums: Tensor
     steps: Tensor
 
-    def addresses(self) -> dict[str, int]:
-        """By the names of their parameters."""
-        return {"tiles": self.tiles.data_ptr(), "sums": self.sums.data_ptr(), "steps": self.steps.data_ptr()}
-
 
 @dataclass(frozen=True)
 class Weight:
@@ -81,9 +78,8 @@ class Product:
         """Of W and x in tile order."""
         return self.weight.tiles.shape[2], self.acts.tiles.shape[2]
 
-    def args(self) -> dict[str, Argument]:
-        """What the kernels of all products take."""
-        m, n = self.y.shape
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What the kernels of all products take, by the names of their parameters."""
         return {
             "xTiles": self.acts.tiles,
             "wTiles": self.weight.tiles,
@@ -93,23 +89,12 @@ class Product:
             "wScales": self.weight.scales,
             "bias": self.bias,
             "y": self.y,
-            "M": m,
-            "N": n,
-            "K": self.in_features,
         }
 
-    def addresses(self) -> dict[str, int]:
-        """Of the tensors among ``args``."""
-        return {
-            "xTiles": self.acts.tiles.data_ptr(),
-            "wTiles": self.weight.tiles.data_ptr(),
-            "xSums": self.acts.sums.data_ptr(),
-            "wSums": self.weight.row_sums.data_ptr(),
-            "xSteps": self.acts.steps.data_ptr(),
-            "wScales": self.weight.scales.data_ptr(),
-            "bias": 0 if self.bias is None else self.bias.data_ptr(),
-            "y": self.y.data_ptr(),
-        }
+    def args(self) -> dict[str, Argument]:
+        """The same and sizes."""
+        m, n = self.y.shape
+        return {**self.tensors(), "M": m, "N": n, "K": self.in_features}
 
     def limits(self) -> dict[str, Argument]:
         """The largest values of both operands, for the kernels that take any bits."""
@@ -128,20 +113,17 @@ def quantize_tiles(x: Tensor, act_clip: Tensor, coding: ActCoding, *, as_bytes: 
         torch.empty(m, dtype=torch.float32, device=x.device),
     )
     key = ("quantize", x.dtype, m, k, coding, as_bytes)
-    pointers = {"x": x.data_ptr(), "actClip": act_clip.data_ptr(), **made.addresses()}
-    _fixed.run(key, lambda: quantize_launch(x, act_clip, coding, made, as_bytes=as_bytes), x.device, **pointers)
+    tensors = {"x": x, "actClip": act_clip, "tiles": made.tiles, "sums": made.sums, "steps": made.steps}
+    _fixed.run(key, lambda: quantize_launch(tensors, coding, as_bytes=as_bytes), x.device, tensors)
     return made
 
 
-def quantize_launch(x: Tensor, act_clip: Tensor, coding: ActCoding, made: Activations, *, as_bytes: bool) -> Launch:
-    """The codes of x [M, K], in ``made``."""
+def quantize_launch(tensors: Mapping[str, Tensor], coding: ActCoding, *, as_bytes: bool) -> Launch:
+    """The codes of x [M, K]. tensors: by the names of the kernel's parameters."""
+    x = tensors["x"]
     m, k = x.shape
     args: dict[str, Argument] = {
-        "x": x,
-        "actClip": act_clip,
-        "tiles": made.tiles,
-        "sums": made.sums,
-        "steps": made.steps,
+        **tensors,
         "M": m,
         "K": k,
         "actLimit": largest_value(coding.bits),
@@ -169,12 +151,13 @@ def expand(tiles: Tensor, in_features: int) -> Tensor:
     shape = (blocks, -(-in_features // LINE_BYTES), 1, BLOCK_ROWS, LINE_BYTES)
     codes = torch.empty(shape, dtype=torch.uint8, device=tiles.device)
 
+    tensors = {"tiles": tiles, "codes": codes}
+
     def launch() -> Launch:
-        args: dict[str, Argument] = {"tiles": tiles, "codes": codes, "K": in_features}
+        args: dict[str, Argument] = {**tensors, "K": in_features}
         return Launch(expand_unit(bits), tiles.device, grid=(k_tiles, blocks), block=EXPAND_THREADS, args=args)
 
-    key = ("expand", tiles.shape, in_features)
-    _fixed.run(key, launch, tiles.device, tiles=tiles.data_ptr(), codes=codes.data_ptr())
+    _fixed.run(("expand", tiles.shape, in_features), launch, tiles.device, tensors)
     return codes
 
 
@@ -231,7 +214,7 @@ def multiply(x: Tensor, act_clip: Tensor, weight: Weight, *, bias: Tensor | None
     operand = replace(weight, tiles=expand(weight.tiles, k)) if as_bytes else weight
     product = Product(acts, operand, bias, y, k, (coding.bits, weight_bits), coding.zero)
     key = (kernel, y.dtype, y.shape, k, product.planes, product.bits, coding.zero)
-    _fixed.run(key, lambda: product_launch(product, kernel, gpu), x.device, **product.addresses())
+    _fixed.run(key, lambda: product_launch(product, kernel, gpu), x.device, product.tensors())
     return y
 
 

@@ -7,7 +7,6 @@ activations are torch ops as well, for engines that compile a model.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from quantkit.cuda.device import gpu_of
 from quantkit.cuda.launch import FixedLaunches, Launch
-from quantkit.cuda.parameters import Argument, Within
+from quantkit.cuda.parameters import Pointer, Within
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.decode.launch import (
     Splits,
@@ -126,15 +125,19 @@ def _rms_norm_cuda(op: RmsNorm) -> Tensor:
         return _rms_norm_reference(op)
     x = op.x.contiguous()
     y = torch.empty_like(x)
-    key, start = ("norm", x.dtype, x.numel(), x.shape[-1], op.epsilon), x.data_ptr()
-    pointers = {"x": start, "weight": op.weight.data_ptr(), "sum": start, "y": y.data_ptr()}
-    _fixed.run(key, lambda: _rms_launch(x, None, op, total=x, y=y), x.device, **pointers)
+    _run_rms_norm(x, None, op, total=x, y=y)
     return y
 
 
-def _rms_launch(x: Tensor, addend: Tensor | None, op: RmsNorm | AddRmsNorm, *, total: Argument, y: Argument) -> Launch:
-    parameters = op.weight, None
-    return norm_launch(x, addend, parameters=parameters, epsilon=op.epsilon, centered=False, total=total, y=y)
+def _run_rms_norm(x: Tensor, addend: Tensor | None, op: RmsNorm | AddRmsNorm, *, total: Tensor, y: Pointer) -> None:
+    key = ("norm", x.dtype, x.numel(), x.shape[-1], op.epsilon, addend is None)
+    pointers = {"x": x, "addend": addend, "weight": op.weight, "bias": None, "sum": total, "y": y}
+
+    def launch() -> Launch:
+        parameters = op.weight, None
+        return norm_launch(x, addend, parameters=parameters, epsilon=op.epsilon, centered=False, total=total, y=y)
+
+    _fixed.run(key, launch, x.device, pointers)
 
 
 def _add_rms_norm_reference(op: AddRmsNorm) -> Tensor:
@@ -147,11 +150,7 @@ def _add_rms_norm_cuda(op: AddRmsNorm) -> Tensor:
         return _add_rms_norm_reference(op)
     x, addend = op.x.contiguous(), op.addend.contiguous()
     made = x.new_empty(2, *x.shape)
-    key, total = ("sum and norm", x.dtype, x.numel(), x.shape[-1], op.epsilon), made.data_ptr()
-    pointers = {"x": x.data_ptr(), "addend": addend.data_ptr(), "weight": op.weight.data_ptr()}
-    places = {"sum": total, "y": total + x.nbytes}
-    launch = partial(_rms_launch, x, addend, op, total=made, y=Within(made, x.nbytes))
-    _fixed.run(key, launch, x.device, **pointers, **places)
+    _run_rms_norm(x, addend, op, total=made, y=Within(made, x.nbytes))
     return made
 
 
@@ -169,9 +168,9 @@ def _gated_cuda(op: GatedHalves) -> Tensor:
     if not gated_takes_halves(x) or not x.numel():
         return _gated_reference(op)
     y = x.new_empty(*x.shape[:-1], width)
-    key, gate = ("gated", x.dtype, x.numel(), width, op.activation), x.data_ptr()
-    pointers = {"gate": gate, "up": gate + width * x.itemsize, "y": y.data_ptr()}
-    _fixed.run(key, lambda: gated_halves_launch(x, y, op.activation), x.device, **pointers)
+    key = ("gated", x.dtype, x.numel(), width, op.activation)
+    pointers: dict[str, Pointer | None] = {"gate": x, "up": Within(x, width * x.itemsize), "y": y}
+    _fixed.run(key, lambda: gated_halves_launch(x, y, op.activation), x.device, pointers)
     return y
 
 

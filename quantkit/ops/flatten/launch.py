@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,12 +53,13 @@ class Requantization:
     slot_starts: Tensor
     act_bits: int
 
-    def args(self) -> dict[str, Argument]:
-        """What the kernels take of it."""
+    def tensors(self) -> dict[str, Tensor]:
+        """What the kernels take of it, by the names of their parameters."""
+        return {"multiplier": self.multiplier, "slots": self.slots, "slotStarts": self.slot_starts}
+
+    def sizes(self) -> dict[str, int]:
+        """The same, of numbers."""
         return {
-            "multiplier": self.multiplier,
-            "slots": self.slots,
-            "slotStarts": self.slot_starts,
             "perChannel": int(self.multiplier.shape[0] > 1),
             "slotCount": self.slots.shape[1],
             "top": max_code(self.act_bits),
@@ -66,10 +67,8 @@ class Requantization:
         }
 
 
-_NO_REQUANTIZATION: dict[str, Argument] = {
-    **dict.fromkeys(("multiplier", "slots", "slotStarts")),
-    **dict.fromkeys(("perChannel", "slotCount", "top", "activation"), 0),
-}
+_NO_TENSORS = dict.fromkeys(("multiplier", "slots", "slotStarts"))
+_NO_SIZES = dict.fromkeys(("perChannel", "slotCount", "top", "activation"), 0)
 
 
 @dataclass(frozen=True)
@@ -91,21 +90,6 @@ class Product:
             return self.out.shape[0], self.out.shape[1]
         return next_operand.tokens, next_operand.out_features
 
-    def addresses(self) -> dict[str, int]:
-        """Of the tensors among ``args``."""
-        after = self.requantization
-        return {
-            "xTiles": self.act_tiles.data_ptr(),
-            "wTiles": self.tiles.data_ptr(),
-            "actScale": self.scales[0].data_ptr(),
-            "weightScale": self.scales[1].data_ptr(),
-            "bias": 0 if self.bias is None else self.bias.data_ptr(),
-            "y": self.out.data_ptr(),
-            "multiplier": 0 if after is None else after.multiplier.data_ptr(),
-            "slots": 0 if after is None else after.slots.data_ptr(),
-            "slotStarts": 0 if after is None else after.slot_starts.data_ptr(),
-        }
-
     def kind(self) -> tuple[object, ...]:
         """All that a launch depends on but addresses."""
         after = self.requantization
@@ -118,9 +102,8 @@ class Product:
         """Of y."""
         return self.out.dtype if self.requantization is None else self.requantization.dtype
 
-    def args(self) -> dict[str, Argument]:
-        """What the kernels of all products take."""
-        m, n = self.shape
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What the kernels of all products take, by the names of their parameters."""
         return {
             "xTiles": self.act_tiles,
             "wTiles": self.tiles,
@@ -128,7 +111,15 @@ class Product:
             "weightScale": self.scales[1],
             "bias": self.bias,
             "y": self.out,
-            **(_NO_REQUANTIZATION if self.requantization is None else self.requantization.args()),
+            **(_NO_TENSORS if self.requantization is None else self.requantization.tensors()),
+        }
+
+    def args(self) -> dict[str, Argument]:
+        """The same and numbers."""
+        m, n = self.shape
+        return {
+            **self.tensors(),
+            **(_NO_SIZES if self.requantization is None else self.requantization.sizes()),
             "biasDtype": DTYPE_CODES[self.dtype if self.bias is None else self.bias.dtype],
             "M": m,
             "N": n,
@@ -139,23 +130,20 @@ class Product:
 def quantize(
     x: Tensor, column_map: tuple[Tensor, Tensor], *, multiplier: Tensor, codes: Tensor, act_bits: int, gpu: Gpu
 ) -> None:
-    """Queue ``quantize_launch``."""
-    x = x.contiguous()
-    given = {"multiplier": multiplier, "codes": codes}
-    pointers = {"x": x, "sourceChannel": column_map[0], "sourceSegment": column_map[1], **given}
-    key = ("quantize", x.dtype, x.shape, column_map[0].shape, multiplier.shape, codes.dtype, codes.shape, act_bits)
-    make = partial(quantize_launch, x, column_map, **given, act_bits=act_bits, gpu=gpu)
-    _fixed.run(key, make, x.device, **{name: tensor.data_ptr() for name, tensor in pointers.items()})
-
-
-def quantize_launch(
-    x: Tensor, column_map: tuple[Tensor, Tensor], *, multiplier: Tensor, codes: Tensor, act_bits: int, gpu: Gpu
-) -> Launch:
     """Fill ``codes`` from x [M, K], M > 0; a tensor of two dimensions gets rows, any other tiles.
 
     column_map: source_channel, source_segment [K_ext]. multiplier: [1] or [K] fp32.
     Raises KernelError for an element type that no kernel reads.
     """
+    source = {"sourceChannel": column_map[0], "sourceSegment": column_map[1]}
+    tensors = {"x": x.contiguous(), **source, "multiplier": multiplier, "codes": codes}
+    key = ("quantize", x.dtype, x.shape, column_map[0].shape, multiplier.shape, codes.dtype, codes.shape, act_bits)
+    _fixed.run(key, lambda: quantize_launch(tensors, act_bits, gpu), x.device, tensors)
+
+
+def quantize_launch(tensors: Mapping[str, Tensor], act_bits: int, gpu: Gpu) -> Launch:
+    """The launch of ``quantize``. tensors: by the names of the kernel's parameters."""
+    x, multiplier, codes = tensors["x"], tensors["multiplier"], tensors["codes"]
     if x.dtype not in DTYPE_CODES:
         raise KernelError(
             f"flatten_quantize reads fp16, bf16 or fp32 on a GPU, not {str(x.dtype).removeprefix('torch.')}"
@@ -163,22 +151,17 @@ def quantize_launch(
     m, k = x.shape
     plan = plan_quantize(k * x.dtype.itemsize, gpu.architecture)
     layout = ROW_MAJOR if codes.dim() == 2 else NIBBLE_TILES if codes.dtype == torch.uint8 else BYTE_TILES
-    source_channel, source_segment = column_map
     return Launch(
         quantize_unit(layout, DTYPE_CODES[x.dtype], plan.staged),
         x.device,
         grid=(-(-m // plan.tokens),),
         block=plan.threads,
         args={
-            "x": x.contiguous(),
-            "sourceChannel": source_channel,
-            "sourceSegment": source_segment,
-            "multiplier": multiplier,
-            "codes": codes,
+            **tensors,
             "perChannel": int(multiplier.shape[0] > 1),
             "M": m,
             "K": k,
-            "KExt": source_channel.shape[0],
+            "KExt": tensors["sourceChannel"].shape[0],
             "top": max_code(act_bits),
             "tokensPerBlock": plan.tokens,
         },
@@ -190,13 +173,13 @@ def expand(tiles: Tensor, k_tiles: int) -> Tensor:
     """Nibble tiles to byte tiles of ``k_tiles`` lines of 128 columns."""
     blocks, packed_tiles = tiles.shape[:2]
     codes = torch.empty(blocks, k_tiles, 1, BLOCK_ROWS, LINE_BYTES, dtype=torch.int8, device=tiles.device)
+    tensors = {"tiles": tiles, "codes": codes}
 
     def launch() -> Launch:
-        args: dict[str, Argument] = {"tiles": tiles, "codes": codes, "kTiles": k_tiles}
+        args: dict[str, Argument] = {**tensors, "kTiles": k_tiles}
         return Launch(EXPAND, tiles.device, grid=(packed_tiles, blocks), block=EXPAND_THREADS, args=args)
 
-    key = ("expand", tiles.shape, k_tiles)
-    _fixed.run(key, launch, tiles.device, tiles=tiles.data_ptr(), codes=codes.data_ptr())
+    _fixed.run(("expand", tiles.shape, k_tiles), launch, tiles.device, tensors)
     return codes
 
 
@@ -249,4 +232,4 @@ def multiply(product: Product) -> None:
             return wgmma_launch(product, tile, gpu.processors)
         return mma_launch(product)
 
-    _fixed.run(product.kind(), launch, product.out.device, **product.addresses())
+    _fixed.run(product.kind(), launch, product.out.device, product.tensors())
