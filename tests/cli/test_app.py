@@ -59,9 +59,7 @@ def test_doctor_says_how_far_the_kernels_are_tested_on_a_gpu(
     assert expected in line
 
 
-def test_program_runs_the_main_job_as_a_process(
-    tiny_model: Callable[[str], Path], calibrated: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_program_runs_the_main_job_as_a_process(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(sample_text(1200))
     model, environment = str(tiny_model("llama")), os.environ | {"HF_HUB_OFFLINE": "1"}
 
@@ -69,17 +67,18 @@ def test_program_runs_the_main_job_as_a_process(
         command = [sys.executable, "-m", "quantkit", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
-    text, calibration = ("--text", "text.txt", "--seq-len", "32"), str(calibrated("llama"))
+    text = ("--text", "text.txt", "--seq-len", "32")
     steps = [
-        program("quantize", model, "--recipe", "rtn-w4-g128", "--calibration", calibration, "-o", "out"),
+        program("calibrate", model, *text, "--windows", "2", "-o", "c.safetensors"),
+        program("quantize", model, "--recipe", "bcq-w4-g128", "--calibration", "c.safetensors", "-o", "out"),
         program("eval", "perplexity", "out", *text, "--max-windows", "2"),
     ]
-    assert [step.returncode for step in steps] == [0, 0], [step.stderr for step in steps]
+    assert [step.returncode for step in steps] == [0, 0, 0], [step.stderr for step in steps]
     assert "perplexity" in steps[-1].stdout
     wrong = program("quantize", model, "--recipe", "bcq-w4-g128", "--set", "weight_bits=0", "-o", "other")
     assert wrong.returncode == 2
     assert wrong.stderr.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.safetensors", "out", "text.txt"]
 
 
 def test_importing_quantkit_is_enough_for_from_pretrained(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
