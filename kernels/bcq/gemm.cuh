@@ -8,14 +8,11 @@
 //
 //   block        groups of four consumer warps, kRowGroups of them with 64 rows each, times kPhases that take k tiles of
 //                the same rows in turn; and one group that copies x
-//   item         a range of n tiles x a tile of kTokens tokens; token tiles fastest within bands of tokenBand, so that
-//                blocks that run together share weights and x in L2
+//   item         a range of n tiles x a tile of kTokens tokens
 //   partners     two blocks of a cluster that take the same k tiles of the same tokens at a time, each with rows of its own:
 //                each copies half of x, to both. "Block" below is such a pair then, and a range that of one of them
-//   work         the first wholeItems items are dealt in rounds, one a block. The k tiles of the others stand in a row, of
-//                which every block takes an equal share: the end of one item and the beginning of the next, say
-//   sums         of phases are added in order. Of an item that several blocks share, the first block adds those of the
-//                others to its own, in order: the same result bit for bit every time
+//   work         of blocks, and sums of items that several of them share: items.cuh
+//   sums         of phases are added in order
 //
 //   shared memory: barriers | x [stage] | rings [warp][slot] {planes, scales} | tables [warp][2] | sums
 //                  sums [phase but the first][4 sums][thread of the phase] float4
@@ -24,12 +21,12 @@
 #include "grid.cuh"
 #include "../shared/cluster.cuh"
 #include "../shared/epilogue.cuh"
+#include "../shared/items.cuh"
 
 constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int kTileWords = 2 * kChunkWords;  // of each lane, of a k tile
 constexpr int kPanelWords = kTileWords / kTilePanels;
 constexpr int kMostStages = QK_GEMM_MOST_STAGES, kBarrierBytes = QK_GEMM_BARRIER_BYTES;
-constexpr int kSharedItems = 2;  // that a block has a share of, at most
 static_assert(2 * kMostStages * sizeof(uint64) <= kBarrierBytes, "two barriers a stage");
 
 // The parameters of a kernel.
@@ -54,59 +51,22 @@ struct GemmProblem {
     int tokenTiles, tokenBand;
     int wholeItems;          // a multiple of the blocks, or all
     int activation;          // of activation.cuh, or kNoActivation; before the residual is added
+
+    __device__ __forceinline__ ItemPlan items() const {
+        return {ranges * tokenTiles, wholeItems, (K + kTileK - 1) / kTileK};
+    }
 };
 
 // What of y an item is.
 struct WorkItem {
     int nTile, nTiles, tokenTile;
 };
-template <int kPartners>
-__device__ __forceinline__ int partner() { return kPartners > 1 ? clusterRank() : 0; }
-
 template <int kPartners = 1>
 __device__ __forceinline__ WorkItem workItem(const GemmProblem& p, int item) {
-    int range = item, tokenTile = 0;
-    if (p.tokenTiles > 1) {
-        const int bandItems = p.tokenBand * p.ranges, band = item / bandItems, within = item - band * bandItems;
-        const int height = min(p.tokenBand, p.tokenTiles - band * p.tokenBand);
-        range = within / height;
-        tokenTile = band * p.tokenBand + within - range * height;
-    }
-    range = range * kPartners + partner<kPartners>();
-    return {range * p.rangeTiles + min(range, p.longRanges), p.rangeTiles + (range < p.longRanges), tokenTile};
+    const ItemPlace place = itemPlace(item, p.ranges, p.tokenTiles, p.tokenBand);
+    const int range = place.range * kPartners + partner<kPartners>();
+    return {range * p.rangeTiles + min(range, p.longRanges), p.rangeTiles + (range < p.longRanges), place.tokenTile};
 }
-
-// What a block does without a break: k tiles of an item.
-struct Segment {
-    int item, firstTile, tiles;
-};
-
-// The work of a block. Computed anew wherever a segment begins or ends, which is cheaper than registers.
-template <int kPartners>
-struct BlockWork {
-    int kTiles, rounds, shared, segments;  // rounds: of whole items; shared: k tiles of the others, of all blocks
-    int block, blocks, firstShared, endShared;
-
-    // The first one of a block's share. The products stay below 2^31: there are fewer shared items than blocks.
-    __device__ __forceinline__ int shareStart(int block) const { return shared * block / blocks; }
-    __device__ __forceinline__ int blockOf(int tile) const { return ((tile + 1) * blocks - 1) / shared; }
-
-    __device__ __forceinline__ explicit BlockWork(const GemmProblem& p) : kTiles((p.K + kTileK - 1) / kTileK) {
-        asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));  // volatile: not kept
-        block /= kPartners;
-        blocks = gridDim.x / kPartners;
-        rounds = max(0, (p.wholeItems - block + blocks - 1) / blocks);
-        shared = (p.ranges * p.tokenTiles - p.wholeItems) * kTiles;
-        firstShared = shareStart(block), endShared = shareStart(block + 1);
-        segments = rounds + (endShared > firstShared ? (endShared - 1) / kTiles - firstShared / kTiles + 1 : 0);
-    }
-    __device__ __forceinline__ Segment segment(const GemmProblem& p, int index) const {
-        if (index < rounds) return {block + index * blocks, 0, kTiles};
-        const int item = firstShared / kTiles + index - rounds, start = item * kTiles;
-        const int first = max(firstShared, start), end = min(endShared, start + kTiles);
-        return {p.wholeItems + item, first - start, end - first};
-    }
-};
 
 // Where a stage of x is, and which phase of its barriers comes next.
 struct StagePlace {

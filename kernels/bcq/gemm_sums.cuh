@@ -1,57 +1,6 @@
 // How the sums of a fused product become y (gemm.cuh): added over blocks and phases in order, finished, written.
 #pragma once
 #include "gemm.cuh"
-#include "../shared/counts.cuh"
-
-// An item that several blocks share: the first of them has its first k tiles, which it multiplies last of all. The others
-// multiply their parts first, and leave the sums in memory, every thread its own.
-template <class S>
-struct SharedItem {
-    int first, last, item;  // blocks; item: from the first shared one on
-
-    __device__ __forceinline__ SharedItem(const GemmProblem& p, const typename S::Work& work, int item)
-        : item(item - p.wholeItems) {
-        first = last = work.block;
-        if (this->item < 0) return;
-        first = work.blockOf(this->item * work.kTiles), last = work.blockOf((this->item + 1) * work.kTiles - 1);
-    }
-    static __device__ __forceinline__ int ofPartner(int place) { return place * S::kPartners + partner<S::kPartners>(); }
-    // Of a block's sums: four of this thread, S::kConsumers vectors from its next four.
-    __device__ __forceinline__ float4* of(const GemmProblem& p, const typename S::Work& work, int block) const {
-        const int place = ofPartner(block * kSharedItems + item - work.shareStart(block) / work.kTiles);
-        return reinterpret_cast<float4*>(p.partials) + size_t(place) * (S::kTokens / 8) * S::kConsumers + threadIdx.x;
-    }
-    // By a block that is not the first.
-    __device__ __forceinline__ void leave(const float* acc, const GemmProblem& p, const typename S::Work& work) const {
-        float4* to = of(p, work, work.block);
-#pragma unroll
-        for (int i = 0; i < S::kTokens / 8; ++i) {
-            __stcg(to + i * S::kConsumers, make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]));
-        }
-        __syncwarp();
-        if (threadIdx.x % kWarpSize == 0) releaseCount(ready(p), counted());
-    }
-    __device__ __forceinline__ uint32* ready(const GemmProblem& p) const { return p.ready + ofPartner(item); }
-    // Warps that leave sums, and those that have seen that they are there: behind the last of these nobody reads the count.
-    __device__ __forceinline__ uint32 counted() const { return (last - first + 1) * (S::kConsumers / kWarpSize); }
-    // By the first block: its sums and those of the others, in order.
-    __device__ __forceinline__ void collect(float* acc, const GemmProblem& p, const typename S::Work& work) const {
-        const uint32 left = counted() - S::kConsumers / kWarpSize;
-        while (acquireCount(ready(p)) < left) {
-        }
-        __syncwarp();
-        if (threadIdx.x % kWarpSize == 0) addToCount(ready(p), counted());
-#pragma unroll 1
-        for (int block = first + 1; block <= last; ++block) {
-            const float4* from = of(p, work, block);
-#pragma unroll
-            for (int i = 0; i < S::kTokens / 8; ++i) {
-                const float4 part = __ldcg(from + i * S::kConsumers);
-                acc[4 * i] += part.x, acc[4 * i + 1] += part.y, acc[4 * i + 2] += part.z, acc[4 * i + 3] += part.w;
-            }
-        }
-    }
-};
 
 // Add the sums of all phases, in order, to those of the first. start: shared address of where the others leave theirs.
 template <class S>
