@@ -129,31 +129,27 @@ struct Coder {
     }
 };
 
-// A lane's codes, four to a word. For planes word i holds column i of every run, byte v that of run v; for bytes words
-// 2 v and 2 v + 1 hold run v in order.
-template <bool kShort, bool kBytes, typename C, int kDtype>
+// A lane's codes, four to a word: word i holds column i of every run, byte v that of run v.
+template <bool kShort, typename C, int kDtype>
 __device__ __forceinline__ void encode(const Columns<kDtype>& own, const C& coder, uint32 (&codes)[kWords]) {
 #pragma unroll
     for (int w = 0; w < kWords; w++) {
         uint32 code[kBytesPerWord];
 #pragma unroll
         for (int b = 0; b < kBytesPerWord; b++) {
-            const int run = kBytes ? w / 2 : b, i = kBytes ? w % 2 * kBytesPerWord + b : w;
-            code[b] = coder.template shiftedCode<kShort>(own.value(run, i), i % 2 != 0);
+            code[b] = coder.template shiftedCode<kShort>(own.value(b, w), w % 2 != 0);
         }
         codes[w] = selectBytes(selectBytes(code[0], code[1], 0x51), selectBytes(code[2], code[3], 0x51), 0x5410);
     }
 }
 
 // Columns behind K get code 0, which adds nothing to any product or sum.
-template <bool kBytes>
 __device__ __forceinline__ void clearBehind(uint32 (&codes)[kWords], int first, int K) {
 #pragma unroll
     for (int w = 0; w < kWords; w++) {
 #pragma unroll
         for (int b = 0; b < kBytesPerWord; b++) {
-            const int run = kBytes ? w / 2 : b, i = kBytes ? w % 2 * kBytesPerWord + b : w;
-            if (first + run * kRunDistance + i >= K) codes[w] &= ~(0xFFu << b * kBitsPerByte);
+            if (first + b * kRunDistance + w >= K) codes[w] &= ~(0xFFu << b * kBitsPerByte);
         }
     }
 }
@@ -189,15 +185,16 @@ __device__ __forceinline__ void storePlanes(uint32 (&codes)[kWords], uint8* tile
     }
 }
 
-// Eight bytes per run; 16 lanes make a line. tiles: of the row's block.
-__device__ __forceinline__ void storeBytes(const uint32 (&codes)[kWords], uint8* tiles, int row, int first, int K) {
+// One word of each chunk of a line per lane: lanes 4 j + v have line 2 v + j / 4 of the stretch. tiles: of the row's block.
+__device__ __forceinline__ void storeBytes(const uint32 (&codes)[kWords], uint8* tiles, int row, int stretch, int K) {
+    constexpr int kLineLanes = kLineBytes / kRun;
+    const int lane = threadIdx.x % kWarpSize;
+    const int kTile = stretch / kLineBytes + lane % kRuns * (kRunDistance / kLineBytes) + lane / kLineLanes;
+    uint8* line = tiles + size_t(kTile) * kPlaneBytes + row * kLineBytes + lane % kLineLanes / kRuns * kBytesPerWord;
 #pragma unroll
-    for (int run = 0; run < kRuns; run++) {
-        const int column = first + run * kRunDistance, byte = column % kLineBytes;
-        if (column - byte >= K) continue;
-        uint8* chunk = tiles + size_t(column / kLineBytes) * kPlaneBytes + chunkOffset(byte / kChunkBytes, row);
-        *reinterpret_cast<uint2*>(chunk + row * kLineBytes + byte % kChunkBytes) =
-            make_uint2(codes[2 * run], codes[2 * run + 1]);
+    for (int i = 0; i < kWords; i++) {
+        const uint32 word = transposeBytes(codes[i]);
+        if (kTile * kLineBytes < K) *reinterpret_cast<uint32*>(line + chunkOffset(i, row)) = word;
     }
 }
 

@@ -13,6 +13,7 @@
 // A product of n columns takes n / 2 clocks and reads 2 KiB + 32 n bytes of shared memory: wide products read less.
 // Limits: K c_x c_w < 2^31, <= 2^22 for bits; kPlanesB * kRowsB <= 256 where A has one plane.
 #include "epilogue.cuh"
+#include "lines.cuh"
 
 constexpr int kGroupTiles = 16;      // tiles of A per group of the tile order
 constexpr int kSteps = kSwizzleBytes / kWgmmaDepthBytes;
@@ -111,55 +112,6 @@ __device__ __forceinline__ void multiplyStage(int* sums, uint32 addressA, uint32
     productCommit();
 }
 
-struct Problem {
-    const int* xSums;
-    const int* wSums;
-    const float* xSteps;
-    const uint16* wScales;
-    const void* bias;
-    int M, N, K;
-    Widths widths;
-};
-
-// Rows behind the last take the last one's line: no result of theirs is stored, and loads without a condition overlap.
-template <bool kSmall, bool kZero>
-__device__ __forceinline__ LineOf<kZero> tokenLine(const Problem& p, int row) {
-    row = min(row, p.M - 1);
-    LineOf<kZero> line{tokenTerm(p.xSums[row], p.widths) + (kSmall ? kSmallBits : 0), p.xSteps[row], 0.f};
-    if constexpr (kZero) line.twiceZero = twiceZero<kZero>(p.xSums, row, p.M);
-    return line;
-}
-
-template <int kDtype, bool kZero>
-__device__ __forceinline__ LineOf<kZero> featureLine(const Problem& p, int row) {
-    row = min(featureOfRow(row), p.N - 1);
-    return LineOf<kZero>{featureTerm(p.wSums[row], featureWidths<kZero>(p.widths), p.K), halfToFloat(p.wScales[row]),
-                         p.bias == nullptr ? 0.f : loadElement(p.bias, row, kDtype)};
-}
-
-// The lines of one tile, by kLineThreads threads: one warp for the tokens, the others for the features.
-template <bool kSmall, int kTokens, int kFeatures, int kDtype, bool kZero>
-__device__ __forceinline__ void loadLines(const Problem& p, LineOf<kZero>* tokens, LineOf<kZero>* features, int m,
-                                          int n, int thread) {
-    constexpr int kTokenThreads = kWarpSize, kFeatureThreads = kLineThreads - kTokenThreads;
-    static_assert(kTokens % kTokenThreads == 0, "every lane loads as many tokens");
-    if (thread < kTokenThreads) {
-#pragma unroll 4  // as many as the producer's registers hold
-        for (int c = 0; c < kTokens / kTokenThreads; c++) {
-            const int i = c * kTokenThreads + thread;
-            tokens[i] = tokenLine<kSmall, kZero>(p, m + i);
-        }
-    } else {
-#pragma unroll 4  // as many as the producer's registers hold
-        for (int c = 0; c < (kFeatures + kFeatureThreads - 1) / kFeatureThreads; c++) {
-            const int i = c * kFeatureThreads + thread - kTokenThreads;
-            if (kFeatures % kFeatureThreads == 0 || i < kFeatures) {
-                features[i] = featureLine<kDtype, kZero>(p, n + i);
-            }
-        }
-    }
-}
-
 // kKindValue: ProductKind, bytes have one plane. kSwap: A is W. kRowsB: rows of B in a tile. kZero: tokens have zero
 // points.
 template <int kKindValue, int kPlanesW, int kPlanesX, bool kSwap, int kRowsB, int kConsumers, int kStages,
@@ -190,7 +142,8 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     constexpr int kSlabBytes = slabBytes(kSwap, kDtype);
     uint8* slabs = dynamicShared + (base - sharedAddress(dynamicShared)) + kStages * T::kStageBytes;
 
-    const Problem problem{xSums, wSums, xSteps, wScales, bias, M, N, K, Widths{actLimit, weightLimit}};
+    const LineProblem problem{xSums, wSums, xSteps, wScales, bias, M, N, K,
+                              featureWidths<kZero>(Widths{actLimit, weightLimit}), kZero};
     const Operand a{kSwap ? wTiles : xTiles, kSwap ? N : M}, b{kSwap ? xTiles : wTiles, kSwap ? M : N};
 
     const int warpgroup = threadIdx.x / kWarpgroup, thread = threadIdx.x % kWarpgroup;
@@ -240,9 +193,9 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
                 Line* const ofB = ofA + T::kRowsA;
                 const int firstA = tileA * T::kRowsA, firstB = tileB * kRowsB;
                 if (thread == kWarpSize) corners[lineSet()] = make_int2(firstA, firstB);
-                loadLines<kSmall, kSwap ? kRowsB : T::kRowsA, kSwap ? T::kRowsA : kRowsB, kDtype, kZero>(
+                loadLines<kSmall, kSwap ? kRowsB : T::kRowsA, kSwap ? T::kRowsA : kRowsB, kLineThreads, kZero>(
                     problem, kSwap ? ofB : ofA, kSwap ? ofA : ofB, kSwap ? firstB : firstA, kSwap ? firstA : firstB,
-                    thread - kWarpSize);
+                    thread - kWarpSize, kDtype);
                 barrierArrive(&linesFull[lineSet()]);
             }
         }

@@ -2,7 +2,8 @@
 //
 //   tiles [row block of 64][k tile][plane][row of the block][128 bytes]      (quantkit/ops/bipolar/layout.py)
 //     bits:  a k tile is 1024 columns, byte b of a line holds columns 8 b .. 8 b + 7, lowest bit first
-//     bytes: a k tile is 128 columns, byte b of a line is the code of column b; one "plane"
+//     bytes: a k tile is 128 columns, byte b of chunk c of a line is the code of column 8 b + c; one "plane". A word
+//            of every plane, 32 columns, becomes a word of each of the eight chunks by exchanging bits alone (CodeWords)
 //     The 16-byte chunk c of the line of row r stands at c ^ (r % 8): the 128-byte swizzle of shared memory, so a
 //     tile is copied as it is and read without bank conflicts. Columns behind K and rows behind the last are 0.
 //     Tile rows of x are tokens in order; those of W are features in the order of featureOfRow.
@@ -49,6 +50,21 @@ __device__ __forceinline__ void exchangeBits(uint32 (&words)[kWords]) {
         }
     }
 }
+
+// The codes of 32 neighbouring columns from a word of each plane: byte b of codes(i) is that of column 8 b + i.
+template <int kBits>
+struct CodeWords {
+    static constexpr int kGroup = kBits > 4 ? 8 : kBits > 2 ? 4 : kBits;  // bits that a code takes in a word
+    static constexpr uint32 kMask = 0x01010101u * ((1u << kGroup) - 1);
+    uint32 words[kGroup];
+
+    __device__ __forceinline__ explicit CodeWords(const uint32 (&planes)[kBits]) {
+#pragma unroll
+        for (int i = 0; i < kGroup; i++) words[i] = i < kBits ? planes[i < kBits ? i : 0] : 0;
+        exchangeBits<kGroup>(words);
+    }
+    __device__ __forceinline__ uint32 codes(int i) const { return words[i % kGroup] >> i / kGroup * kGroup & kMask; }
+};
 
 // The feature in row r of a weight tile: among 32 rows, bits c c t t e of the row number are bits t t c c e of the
 // feature's. A thread's results for four neighbouring groups of 8 rows are then 8 neighbouring features.

@@ -9,6 +9,7 @@
 // neighbouring columns, the runs of a warp side by side, so that a load of a warp is 512 bytes in a row:
 //
 //   run v of lane l = columns 256 v + 8 l .. + 7 of the stretch = byte 32 v + l of each plane's line of 128 bytes
+//                   = byte l % 16 of the eight chunks of a line of codes
 //
 // Codes stay packed, four to a register: turned into planes by exchanging bits between eight registers, and into the
 // words of a line by exchanging bytes between four lanes.
@@ -54,18 +55,17 @@ __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
 
     uint32 sum = 0;
     while (true) {
-        const int first = stretch + lane * kRun;
         uint32 codes[kWords];
         if (kDtype != kFloat32 && coder.ordinary) {
-            encode<true, kBytes>(own, coder, codes);
+            encode<true>(own, coder, codes);
         } else {
-            encode<false, kBytes>(own, coder, codes);
+            encode<false>(own, coder, codes);
         }
-        if (stretch + kBitsPerLine > K) clearBehind<kBytes>(codes, first, K);
+        if (stretch + kBitsPerLine > K) clearBehind(codes, stretch + lane * kRun, K);
 #pragma unroll
         for (int w = 0; w < kWords; w++) sum = __dp4a(codes[w], kOnes, sum);
         if constexpr (kBytes) {
-            storeBytes(codes, block, rowInBlock, first, K);
+            storeBytes(codes, block, rowInBlock, stretch, K);
         } else {
             storePlanes<kPlanes>(codes, block + stretch / kBitsPerLine * tileBytes, rowInBlock, lane);
         }

@@ -119,15 +119,15 @@ __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
     for (int stretch = begin; true;) {
         uint32 codes[kWords];
         if (zero) {
-            encode<false, kBytes>(own, zeroCoder, codes);
+            encode<false>(own, zeroCoder, codes);
         } else {
-            encode<false, kBytes>(own, coder, codes);
+            encode<false>(own, coder, codes);
         }
-        if (stretch + kBitsPerLine > K) clearBehind<kBytes>(codes, stretch + lane * kRun, K);
+        if (stretch + kBitsPerLine > K) clearBehind(codes, stretch + lane * kRun, K);
 #pragma unroll
         for (int w = 0; w < kWords; w++) sum = __dp4a(codes[w], kOnes, sum);
         if constexpr (kBytes) {
-            storeBytes(codes, block, rowInBlock, stretch + lane * kRun, K);
+            storeBytes(codes, block, rowInBlock, stretch, K);
         } else {
             storePlanes<kPlanes>(codes, block + stretch / kBitsPerLine * tileBytes, rowInBlock, lane);
         }

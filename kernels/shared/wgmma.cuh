@@ -109,6 +109,15 @@ __device__ __forceinline__ void copyBulk(uint32 shared, const void* global, uint
     copyBulk(shared, global, bytes, sharedAddress(barrier));
 }
 
+// The same to the same address in both blocks of a cluster, whose own barriers at this address count the bytes.
+__device__ __forceinline__ void copyBulkToPair(uint32 shared, const void* global, uint32 bytes, uint64* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared),
+        "l"(global), "r"(bytes), "r"(sharedAddress(barrier)), "h"(uint16(3))
+        : "memory");
+}
+
 // How a tensor in global memory is copied by boxes: made by the driver (quantkit/cuda/tensor_map.py), opaque. Kernels take
 // it as a const __grid_constant__ parameter.
 struct alignas(64) TensorMap {
@@ -205,3 +214,22 @@ WG_REGISTERS_BOTH(32, WG_L16, 16, 17, 18, 19, 20, WG_F8(0), WG_F8(8))
 WG_REGISTERS_BOTH(64, WG_L32, 32, 33, 34, 35, 36, WG_F32(0))
 WG_REGISTERS_BOTH(128, WG_L64, 64, 65, 66, 67, 68, WG_F32(0), WG_F32(32))
 WG_REGISTERS_BOTH(256, WG_L128, 128, 129, 130, 131, 132, WG_F32(0), WG_F32(32), WG_F32(64), WG_F32(96))
+
+// The same of bytes, unsigned, sums in integers: a0 to a3 as in byteMma32.
+#define WG_D16 WG_D8(0), WG_D8(8)
+template <int kColumns>
+struct RegisterBytesProduct;
+#define WG_REGISTER_BYTES(columns, list, outputs, a, b, c, e, f) \
+    template <> \
+    struct RegisterBytesProduct<columns> { \
+        __device__ static __forceinline__ void add(int* d, uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint64 descB) { \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns \
+                         "k32.s32.u8.u8 {" list "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f ", p;\n}" \
+                         : outputs \
+                         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(descB)); \
+        } \
+    };
+WG_REGISTER_BYTES(32, WG_L16, WG_D16, 16, 17, 18, 19, 20)
+WG_REGISTER_BYTES(64, WG_L32, WG_D32, 32, 33, 34, 35, 36)
+WG_REGISTER_BYTES(128, WG_L64, WG_D64, 64, 65, 66, 67, 68)
+WG_REGISTER_BYTES(256, WG_L128, WG_D128, 128, 129, 130, 131, 132)

@@ -54,6 +54,7 @@ class Kernel(StrEnum):
     BIPOLAR_INT8_MMA = "bipolar_gemm_mma int8"
     BIPOLAR_BINARY_WGMMA = "bipolar_gemm_wgmma binary"
     BIPOLAR_INT8_WGMMA = "bipolar_gemm_wgmma int8"
+    BIPOLAR_FUSED_WGMMA = "bipolar_gemm_fused"
     INT8_GEMM_MMA = "int8_gemm_mma"
     INT4_GEMM_MMA = "int8_gemm_mma int4"
     INT8_GEMM_WGMMA = "int8_gemm_wgmma"
@@ -74,6 +75,7 @@ INSTRUCTION_OF: dict[Kernel, Instruction | None] = {
     Kernel.BIPOLAR_INT8_MMA: Instruction.MMA_S8,
     Kernel.BIPOLAR_BINARY_WGMMA: Instruction.WGMMA_B1,
     Kernel.BIPOLAR_INT8_WGMMA: Instruction.WGMMA_S8,
+    Kernel.BIPOLAR_FUSED_WGMMA: Instruction.WGMMA_S8,
     Kernel.INT8_GEMM_MMA: Instruction.MMA_S8,
     Kernel.INT4_GEMM_MMA: Instruction.MMA_S4,
     Kernel.INT8_GEMM_WGMMA: Instruction.WGMMA_S8,
@@ -176,6 +178,7 @@ _HOPPER = (_PORTABLE | _BINARY) - {Kernel.BCQ_GEMM_MMA, Kernel.BIPOLAR_INT8_MMA,
     Kernel.BCQ_GEMM_WGMMA,
     Kernel.BIPOLAR_BINARY_WGMMA,
     Kernel.BIPOLAR_INT8_WGMMA,
+    Kernel.BIPOLAR_FUSED_WGMMA,
     Kernel.INT8_GEMM_WGMMA,
     Kernel.INT8_ATTENTION_WGMMA,
 }

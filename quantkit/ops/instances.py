@@ -11,6 +11,7 @@ from quantkit.ops.bcq.experts import experts_units
 from quantkit.ops.bcq.gemm import gemm_units
 from quantkit.ops.bcq.instances import bcq_units
 from quantkit.ops.bcq.level_gemv import level_units
+from quantkit.ops.bipolar.fused import fused_units
 from quantkit.ops.bipolar.instances import bipolar_units
 from quantkit.ops.decode.instances import decode_units
 from quantkit.ops.flatten.instances import flatten_units
@@ -25,9 +26,14 @@ def _bcq_units(row: Architecture) -> Iterator[CompileUnit]:
     yield from experts_units(row)
 
 
+def _bipolar_units(row: Architecture) -> Iterator[CompileUnit]:
+    yield from bipolar_units(row)
+    yield from fused_units(row)
+
+
 INSTANCES: dict[str, Callable[[Architecture], Iterator[CompileUnit]]] = {
     "bcq": _bcq_units,
-    "bipolar": bipolar_units,
+    "bipolar": _bipolar_units,
     "decode": decode_units,
     "flatten": flatten_units,
     "attention": attention_units,

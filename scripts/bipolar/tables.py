@@ -30,10 +30,11 @@ from quantkit.cuda.architectures import Kernel
 from quantkit.cuda.device import gpu_of
 from quantkit.errors import BenchError
 from quantkit.formats.bipolar import ActCoding
-from quantkit.ops.bipolar.launch import Activations, Product, Weight, expand, quantize_tiles, wgmma_launch
+from quantkit.ops.bipolar.launch import expand, quantize_tiles, run_product
 from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight
 from quantkit.ops.bipolar.op import bipolar_prepared_linear
-from quantkit.ops.bipolar.plan import best_tile, kernel_for, path_for
+from quantkit.ops.bipolar.plan import BYTE_KERNELS, INT8_KERNELS, kernel_for, path_for
+from quantkit.ops.bipolar.product import Activations, Product, Weight
 from scripts.common import markdown_table, needed_gpu, run_script, write_document
 
 Shape = tuple[int, int, int]
@@ -210,27 +211,33 @@ def _path(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -
 
 
 def _product(shape: Shape, weight_bits: int, act_bits: int, device: torch.device) -> Case:
-    """The product alone, of activations and, for INT8, weights that are in the kernel's order."""
+    """The product alone, of activations and weights that are in its kernel's order."""
     rows, channels, columns = shape
     path, work, unit = _path(shape, weight_bits, act_bits, device)
-    as_bytes = path == "int8"
+    gpu = gpu_of(device)
+    kernel = kernel_for(weight_bits, act_bits, (rows, columns), gpu.architecture)
     given = _operands(shape, weight_bits, device)
-    acts = quantize_tiles(given.x, given.clip, ActCoding(act_bits), as_bytes=as_bytes)
+    acts = quantize_tiles(given.x, given.clip, ActCoding(act_bits), as_bytes=kernel in BYTE_KERNELS)
     tiles, *rest = given.weight
-    operands = (expand(tiles, columns) if as_bytes else tiles, *rest)
+    operands = (expand(tiles, columns) if kernel in INT8_KERNELS else tiles, *rest)
     moved = operands[0].numel() + acts.tiles.numel() + 2 * rows * channels
-    count = _sets(moved, device)
-    planes = (1, 1) if as_bytes else (weight_bits, act_bits)
-    processors, bits = gpu_of(device).processors, (act_bits, weight_bits)
-    tile = best_tile(*planes, as_bytes, (rows, channels), processors)
+    count, bits = _sets(moved, device), (act_bits, weight_bits)
     ys = torch.empty(count, rows, channels, dtype=torch.float16, device=device)
     xs = [_copies(part, count) for part in (acts.tiles, acts.sums, acts.steps)]
     weights, sums, scales = (_copies(part, count) for part in operands)
     products = [
-        Product(Activations(*(x[i] for x in xs)), Weight(weights[i], sums[i], scales[i]), None, ys[i], columns, bits)
+        Product(
+            Activations(*(x[i] for x in xs)),
+            Weight(weights[i], sums[i], scales[i]),
+            None,
+            ys[i],
+            columns,
+            bits,
+            weights_ready=True,
+        )
         for i in range(count)
     ]
-    calls = [lambda one=one: wgmma_launch(one, tile, processors).run() for one in products]
+    calls = [lambda one=one: run_product(one, kernel, gpu) for one in products]
     return Case(f"w{weight_bits}a{act_bits}", shape, calls, work, unit, path)
 
 

@@ -30,16 +30,16 @@ QUANTIZE_WARPS = 16
 
 _DTYPES = 3
 _FLOAT32 = 2
-_SHARED_ALIGNMENT = 1024
-_LINE_STRUCT_BYTES, _CORNER_BYTES = 16, 8
-_LINE_SETS = 2
-_BARRIER_BYTES = 16  # one that fills and one that empties
+SHARED_ALIGNMENT = 1024
+LINE_STRUCT_BYTES, _CORNER_BYTES = 16, 8
+LINE_SETS = 2
+BARRIER_BYTES = 16  # one that fills and one that empties
 _MAX_STAGES = 8
-_SLAB_TOKENS, _SLAB_PADDING = 32, 16
+SLAB_TOKENS, _SLAB_PADDING = 32, 16
 _STEPS = 4  # products per line: 256 bits or 32 bytes each
 _L2_BYTES_PER_CLOCK = 24  # per SM where all copy, as tiles of one plane each were seen to reach on an H200
 _SM_BYTES_PER_CLOCK = 64  # what one SM can take
-_WGMMA_SHARED_BYTES = architecture(9, 0).shared_limit()
+WGMMA_SHARED_BYTES = architecture(9, 0).shared_limit()
 _MMA_SHARED_BYTES = architecture(8, 6).shared_limit()  # the smallest
 _MMA_MAX_STAGES = 4
 # Rows of operand B in a tile where A has one plane: its planes times these are the columns of one product, <= 256.
@@ -49,15 +49,15 @@ _UNSWAPPED = ((1, 2),)
 # (fewer planes, more planes) where both have several: accumulators for every level must fit the registers.
 _LEVEL_ROWS = {(2, 2): 128, (2, 3): 64, (2, 4): 64}
 
-_CONSTANTS = {
+CONSTANTS = {
     **SHARED_CONSTANTS,
     "BLOCK_ROWS": BLOCK_ROWS,
     "LINE_BYTES": LINE_BYTES,
     "CHUNK_BYTES": CHUNK_BYTES,
     "ORDER_ROWS": ORDER_ROWS,
-    "SHARED_ALIGNMENT": _SHARED_ALIGNMENT,
-    "LINE_SETS": _LINE_SETS,
-    "SLAB_TOKENS": _SLAB_TOKENS,
+    "SHARED_ALIGNMENT": SHARED_ALIGNMENT,
+    "LINE_SETS": LINE_SETS,
+    "SLAB_TOKENS": SLAB_TOKENS,
     "SLAB_PADDING": _SLAB_PADDING,
     "GEMV_PAIRS": GEMV_PAIRS,
     "GEMV_ROWS": GEMV_ROWS,
@@ -66,12 +66,12 @@ _CONSTANTS = {
     "EXPAND_WARPS": _EXPAND_WARPS,
     "QUANTIZE_WARPS": QUANTIZE_WARPS,
 }
-_WGMMA = KernelSource("bipolar/gemm_wgmma.cu", _CONSTANTS)
-_MMA = KernelSource("bipolar/gemm_mma.cu", _CONSTANTS)
-_GEMV = KernelSource("bipolar/gemv.cu", _CONSTANTS)
-_QUANTIZE = KernelSource("bipolar/quantize.cu", _CONSTANTS)
-_QUANTIZE_ROTATED = KernelSource("bipolar/quantize_rotated.cu", {**_CONSTANTS, **SIGN_CONSTANTS})
-_EXPAND = KernelSource("bipolar/expand.cu", _CONSTANTS)
+_WGMMA = KernelSource("bipolar/gemm_wgmma.cu", CONSTANTS)
+_MMA = KernelSource("bipolar/gemm_mma.cu", CONSTANTS)
+_GEMV = KernelSource("bipolar/gemv.cu", CONSTANTS)
+_QUANTIZE = KernelSource("bipolar/quantize.cu", CONSTANTS)
+_QUANTIZE_ROTATED = KernelSource("bipolar/quantize_rotated.cu", {**CONSTANTS, **SIGN_CONSTANTS})
+_EXPAND = KernelSource("bipolar/expand.cu", CONSTANTS)
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,13 @@ class WgmmaTile:
 
     def slab_bytes(self, element_bytes: int) -> int:
         """Shared memory through which results pass where operand A is W."""
-        return self.consumers * _SLAB_TOKENS * (BLOCK_ROWS * element_bytes + _SLAB_PADDING) if self.swap else 0
+        return self.consumers * SLAB_TOKENS * (BLOCK_ROWS * element_bytes + _SLAB_PADDING) if self.swap else 0
 
     def stages(self, element_bytes: int) -> int:
         """Stages that fit beside slabs and the kernel's static shared memory."""
-        lines = (self.rows_a + self.rows_b) * _LINE_STRUCT_BYTES + _CORNER_BYTES + _BARRIER_BYTES
-        static = _LINE_SETS * lines + _MAX_STAGES * _BARRIER_BYTES
-        room = _WGMMA_SHARED_BYTES - _SHARED_ALIGNMENT - static - self.slab_bytes(element_bytes)
+        lines = (self.rows_a + self.rows_b) * LINE_STRUCT_BYTES + _CORNER_BYTES + BARRIER_BYTES
+        static = LINE_SETS * lines + _MAX_STAGES * BARRIER_BYTES
+        room = WGMMA_SHARED_BYTES - SHARED_ALIGNMENT - static - self.slab_bytes(element_bytes)
         return min(_MAX_STAGES, room // self.stage_bytes)
 
     def count(self, m: int, n: int) -> tuple[int, int]:
@@ -151,7 +151,7 @@ def wgmma_unit(tile: WgmmaTile, dtype: int, zero: bool = False) -> CompileUnit:
     """bipolar_gemm_wgmma for a tile and an element type (a code of quantkit.cuda.launch). zero: with zero points."""
     element_bytes = 4 if dtype == _FLOAT32 else 2
     stages, shape = tile.stages(element_bytes), (int(tile.as_bytes), tile.planes_w, tile.planes_x, tile.swap)
-    shared_mem = _SHARED_ALIGNMENT + stages * tile.stage_bytes + tile.slab_bytes(element_bytes)
+    shared_mem = SHARED_ALIGNMENT + stages * tile.stage_bytes + tile.slab_bytes(element_bytes)
     arguments = (*shape, tile.rows_b, tile.consumers, stages, dtype, zero)
     return CompileUnit(_WGMMA, "bipolarGemmWgmma", arguments, shared_mem)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from quantkit.cuda.launch import DTYPE_CODES, FixedLaunches, Launch
 from quantkit.cuda.parameters import Argument
 from quantkit.formats.bipolar import ActCoding, largest_value
 from quantkit.formats.hadamard import block_width, inverse_root
+from quantkit.ops.bipolar.fused import fused_launch, fused_work
 from quantkit.ops.bipolar.instances import (
     EXPAND_THREADS,
     GEMV_GROUPS,
@@ -31,75 +32,10 @@ from quantkit.ops.bipolar.instances import (
     wgmma_unit,
 )
 from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES, ORDER_ROWS
-from quantkit.ops.bipolar.plan import INT8_KERNELS, WGMMA_KERNELS, best_tile, kernel_for
+from quantkit.ops.bipolar.plan import BYTE_KERNELS, INT8_KERNELS, WGMMA_KERNELS, best_tile, kernel_for
+from quantkit.ops.bipolar.product import Activations, Product, Weight
 
 _fixed = FixedLaunches()
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Quantized activations of M tokens in tile order.
-
-    tiles: [blocks, k tiles, planes, 64, 128] uint8. sums: [M] int32, sums of codes; with zero points [2, M], of which
-    the second row is twice these. steps: [M] fp32.
-    """
-
-    tiles: Tensor
-    sums: Tensor
-    steps: Tensor
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A prepared weight. tiles: as of Activations. row_sums: [N] int32. scales: [N, 1] fp16."""
-
-    tiles: Tensor
-    row_sums: Tensor
-    scales: Tensor
-
-
-@dataclass(frozen=True)
-class Product:
-    """Operands of y [M, N] = x W^T + bias, and y. in_features: K. bits: of the codes of x and W.
-
-    zero: whether tokens have zero points.
-    """
-
-    acts: Activations
-    weight: Weight
-    bias: Tensor | None
-    y: Tensor
-    in_features: int
-    bits: tuple[int, int]
-    zero: bool = False
-
-    @property
-    def planes(self) -> tuple[int, int]:
-        """Of W and x in tile order."""
-        return self.weight.tiles.shape[2], self.acts.tiles.shape[2]
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        """What the kernels of all products take, by the names of their parameters."""
-        return {
-            "xTiles": self.acts.tiles,
-            "wTiles": self.weight.tiles,
-            "xSums": self.acts.sums,
-            "wSums": self.weight.row_sums,
-            "xSteps": self.acts.steps,
-            "wScales": self.weight.scales,
-            "bias": self.bias,
-            "y": self.y,
-        }
-
-    def args(self) -> dict[str, Argument]:
-        """The same and sizes."""
-        m, n = self.y.shape
-        return {**self.tensors(), "M": m, "N": n, "K": self.in_features}
-
-    def limits(self) -> dict[str, Argument]:
-        """The largest values of both operands, for the kernels that take any bits."""
-        act_bits, weight_bits = self.bits
-        return {"actLimit": largest_value(act_bits), "weightLimit": largest_value(weight_bits)}
 
 
 def quantize_tiles(x: Tensor, act_clip: Tensor, coding: ActCoding, *, as_bytes: bool) -> Activations:
@@ -201,28 +137,42 @@ def wgmma_launch(product: Product, tile: WgmmaTile, processors: int) -> Launch:
     )
 
 
-def multiply(x: Tensor, act_clip: Tensor, weight: Weight, *, bias: Tensor | None, coding: ActCoding) -> Tensor:
-    """y [M, N] of x [M, K] and a prepared weight on x's GPU."""
+def multiply(
+    x: Tensor, act_clip: Tensor, weight: Weight, *, bias: Tensor | None, coding: ActCoding, weights_ready: bool = False
+) -> Tensor:
+    """y [M, N] of x [M, K] and a prepared weight on x's GPU.
+
+    weights_ready: nothing queued on the GPU still writes the weight, so it may be read before the previous kernel ends.
+    """
     (m, k), weight_bits = x.shape, weight.tiles.shape[2]
     y = torch.empty(m, weight.row_sums.shape[0], dtype=x.dtype, device=x.device)
     if not m:
         return y
     gpu = gpu_of(x.device)
     kernel = kernel_for(weight_bits, coding.bits, (m, k), gpu.architecture, act_zero=coding.zero)
-    as_bytes = kernel in INT8_KERNELS
-    acts = quantize_tiles(x.contiguous(), act_clip, coding, as_bytes=as_bytes)
-    operand = replace(weight, tiles=expand(weight.tiles, k)) if as_bytes else weight
-    product = Product(acts, operand, bias, y, k, (coding.bits, weight_bits), coding.zero)
-    key = (kernel, y.dtype, y.shape, k, product.planes, product.bits, coding.zero)
-    _fixed.run(key, lambda: product_launch(product, kernel, gpu), x.device, product.tensors())
+    acts = quantize_tiles(x.contiguous(), act_clip, coding, as_bytes=kernel in BYTE_KERNELS)
+    operand = replace(weight, tiles=expand(weight.tiles, k)) if kernel in INT8_KERNELS else weight
+    product = Product(acts, operand, bias, y, k, (coding.bits, weight_bits), coding.zero, weights_ready)
+    run_product(product, kernel, gpu)
     return y
 
 
-def product_launch(product: Product, kernel: Kernel, gpu: Gpu) -> Launch:
-    """y on the named kernel."""
+def run_product(product: Product, kernel: Kernel, gpu: Gpu) -> None:
+    """Queue the named kernel."""
+    y, tensors = product.y, product.tensors()
+    if kernel is Kernel.BIPOLAR_FUSED_WGMMA:
+        tensors |= fused_work(product, gpu)
+    key = (kernel, y.dtype, y.shape, product.in_features, product.planes, product.bits, product.zero)
+    _fixed.run((*key, product.weights_ready), lambda: product_launch(product, kernel, gpu, tensors), y.device, tensors)
+
+
+def product_launch(product: Product, kernel: Kernel, gpu: Gpu, tensors: Mapping[str, Tensor | None]) -> Launch:
+    """y on the named kernel. tensors: what it takes of such."""
     as_bytes = kernel in INT8_KERNELS
     if kernel is Kernel.BIPOLAR_GEMV:
         return gemv_launch(product)
+    if kernel is Kernel.BIPOLAR_FUSED_WGMMA:
+        return fused_launch(product, gpu, tensors)
     if kernel in WGMMA_KERNELS:
         shape = product.y.shape[0], product.y.shape[1]
         return wgmma_launch(product, best_tile(*product.planes, as_bytes, shape, gpu.processors), gpu.processors)

@@ -29,8 +29,9 @@ from quantkit.formats.bipolar import (
 from quantkit.formats.hadamard import NARROWEST_BLOCK
 from quantkit.formats.planes import pack_codes, packed_width, unpack_codes
 from quantkit.ops.bcq.op import bcq_linear
-from quantkit.ops.bipolar.launch import Weight, multiply
+from quantkit.ops.bipolar.launch import multiply
 from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight, untile_weight
+from quantkit.ops.bipolar.product import Weight
 from quantkit.ops.registry import define_op
 
 _FLOAT32_EXACT = 1 << 24  # integers up to here are exact in fp32, so a product whose partial sums stay below is too
@@ -161,10 +162,10 @@ def bipolar_prepared_linear_reference(op: BipolarPreparedLinear) -> Tensor:
     return bipolar_linear_reference(plain)
 
 
-def _prepared_linear_cuda(op: BipolarPreparedLinear) -> Tensor:
+def _prepared_linear_cuda(op: BipolarPreparedLinear, *, weights_ready: bool = True) -> Tensor:
     x = op.x.reshape(-1, op.x.shape[-1])
     weight, bias = Weight(op.tiles, op.row_sums, op.scales), None if op.bias is None else op.bias.to(x.dtype)
-    y = multiply(x, op.act_clip, weight, bias=bias, coding=_coding(op))
+    y = multiply(x, op.act_clip, weight, bias=bias, coding=_coding(op), weights_ready=weights_ready)
     return y.reshape(*op.x.shape[:-1], -1)
 
 
@@ -176,7 +177,7 @@ def _linear_cuda(op: BipolarLinear) -> Tensor:
     """
     in_features, scales = op.x.shape[-1], op.scales
     if op.act_clip is not None and group_width(op.group_size, in_features) == in_features:
-        return _prepared_linear_cuda(_prepared(op, op.act_clip))
+        return _prepared_linear_cuda(_prepared(op, op.act_clip), weights_ready=False)
     rounded = op.x if op.act_clip is None else round_activations(op, op.act_clip)
     return bcq_linear(rounded, op.bit_planes, bcq_scales(scales, op.bit_planes.shape[0]), None, op.bias, op.group_size)
 

@@ -10,6 +10,7 @@ from math import prod
 from quantkit.cuda.architectures import Architecture, Kernel
 from quantkit.formats.bipolar import largest_act, largest_value
 from quantkit.formats.planes import MAX_BITS
+from quantkit.ops.bipolar.fused import TOKEN_TILES, fused_tile
 from quantkit.ops.bipolar.instances import BINARY_LIMIT, WgmmaTile, wgmma_tiles
 
 GEMV_LIMIT = 64
@@ -22,6 +23,11 @@ _BINARY, _INT8 = (
 )
 WGMMA_KERNELS = (Kernel.BIPOLAR_BINARY_WGMMA, Kernel.BIPOLAR_INT8_WGMMA)
 INT8_KERNELS = _INT8
+"""Which take weights expanded to bytes."""
+BYTE_KERNELS = (*_INT8, Kernel.BIPOLAR_FUSED_WGMMA)
+"""Which take a byte per code of x."""
+FUSED_LIMIT = 256
+"""Tokens up to which the fused product is taken also for more planes than two warpgroups have room for."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,8 @@ class Path:
 def path_for(weight_bits: int, act_bits: int, row: Architecture, *, act_zero: bool = False) -> Path:
     """The path of a pair of widths on a GPU generation; with zero points sums are up to twice as large."""
     int8 = next(kernel for kernel in _INT8 if kernel in row.kernels)
+    if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels and fuses_many(weight_bits):
+        int8 = Kernel.BIPOLAR_FUSED_WGMMA
     binary = next((kernel for kernel in _BINARY if kernel in row.kernels), None)
     if binary is None:
         return Path(None, 0, int8, "binary products are not native on this GPU")
@@ -55,6 +63,11 @@ def path_for(weight_bits: int, act_bits: int, row: Architecture, *, act_zero: bo
     return Path(binary, longest, int8, f"{rates}; INT8 above K = {longest}")
 
 
+def fuses_many(weight_bits: int) -> bool:
+    """Whether two warpgroups have room for their planes, so that the fused product is the fastest for any tokens."""
+    return fused_tile(weight_bits, TOKEN_TILES[-1]).warpgroups > 1
+
+
 @cache
 def kernel_for(
     weight_bits: int, act_bits: int, shape: tuple[int, int], row: Architecture, *, act_zero: bool = False
@@ -63,7 +76,9 @@ def kernel_for(
     tokens, in_features = shape
     if Kernel.BIPOLAR_GEMV in row.kernels and tokens * act_bits <= GEMV_LIMIT:
         return Kernel.BIPOLAR_GEMV
-    return path_for(weight_bits, act_bits, row, act_zero=act_zero).kernel(in_features)
+    kernel = path_for(weight_bits, act_bits, row, act_zero=act_zero).kernel(in_features)
+    fuses = kernel in INT8_KERNELS and Kernel.BIPOLAR_FUSED_WGMMA in row.kernels and tokens <= FUSED_LIMIT
+    return Kernel.BIPOLAR_FUSED_WGMMA if fuses else kernel
 
 
 def best_tile(planes_w: int, planes_x: int, as_bytes: bool, shape: tuple[int, int], processors: int) -> WgmmaTile:
@@ -86,6 +101,9 @@ def path_table(row: Architecture) -> list[tuple[str, str, str]]:
     if Kernel.BIPOLAR_GEMV in row.kernels:
         memory = "memory is the limit: planes are read once"
         lines.append((f"any, tokens * A <= {GEMV_LIMIT}", Kernel.BIPOLAR_GEMV.value, memory))
+    if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels:
+        why = "planes become codes within the INT8 product"
+        lines.append((f"any of INT8, tokens <= {FUSED_LIMIT}", Kernel.BIPOLAR_FUSED_WGMMA.value, why))
     for p in widths:
         paths = [path_for(p, q, row) for q in widths]
         ends = [0, *(q for q, (a, b) in enumerate(pairwise(paths), 1) if a.binary is not b.binary), MAX_BITS]

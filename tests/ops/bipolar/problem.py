@@ -9,9 +9,21 @@ from torch import Tensor
 
 from quantkit.formats.bipolar import ActCoding
 from quantkit.formats.planes import pack_codes
-from quantkit.ops.bipolar.launch import Activations, Product, Weight, expand, quantize_tiles
-from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight
+from quantkit.ops.bipolar.launch import expand, quantize_tiles
+from quantkit.ops.bipolar.layout import CHUNK_BYTES, LINE_BYTES, plane_row_sums, tile_weight, untile_lines
 from quantkit.ops.bipolar.op import bipolar_linear, bipolar_prepared_linear
+from quantkit.ops.bipolar.product import Activations, Product, Weight
+
+
+def lines_of(tiles: Tensor, count: int, *, as_bytes: bool) -> Tensor:
+    """Rows in the order of columns, with what is behind K: [planes, count, bytes] on the CPU.
+
+    Byte b of chunk c of a line of bytes is of column 8 b + c.
+    """
+    lines = untile_lines(tiles, count, tiles.shape[1] * LINE_BYTES).cpu()
+    if not as_bytes:
+        return lines
+    return lines.unflatten(-1, (-1, LINE_BYTES // CHUNK_BYTES, CHUNK_BYTES)).transpose(-1, -2).flatten(-3)
 
 
 class Problem:
@@ -54,10 +66,10 @@ class Problem:
         """Room for y, poisoned: an element that is not written shows."""
         return torch.full((self.x.shape[0], self.planes.shape[1]), float("nan"), dtype=self.x.dtype, device="cuda")
 
-    def product(self, as_bytes: bool) -> Product:
-        """Operands on the GPU, of planes or bytes, with room for y."""
+    def product(self, as_bytes: bool, *, expanded: bool = True) -> Product:
+        """Operands on the GPU, of planes or bytes, with room for y. expanded: whether W too is in bytes then."""
         weight, bits = self.weight(), (self.act_bits, self.weight_bits)
-        if as_bytes:
+        if as_bytes and expanded:
             weight = replace(weight, tiles=expand(weight.tiles, self.in_features))
         acts, y, zero = self.activations(as_bytes), self.output(), self.coding.zero
         return Product(acts, weight, self.bias.cuda(), y, self.in_features, bits, zero)

@@ -12,10 +12,10 @@ from quantkit.formats.bipolar import ActCoding, check_exact, codes_to_values, la
 from quantkit.formats.planes import pack_codes
 from quantkit.ops.bipolar.instances import WgmmaTile, binary_pairs, wgmma_tiles
 from quantkit.ops.bipolar.launch import expand, gemv_launch, mma_launch, quantize_tiles, wgmma_launch
-from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight, untile_lines, untile_weight
+from quantkit.ops.bipolar.layout import plane_row_sums, tile_lines, tile_weight, untile_lines
 from quantkit.ops.bipolar.op import bipolar_prepared_linear
 from quantkit.ops.bipolar.plan import GEMV_LIMIT
-from tests.ops.bipolar.problem import Problem
+from tests.ops.bipolar.problem import Problem, lines_of
 
 PAIRS = [(p, q) for p in range(1, 9) for q in range(1, 9)]
 SHAPES = [(1, 5, 40), (7, 65, 1030), (65, 130, 264), (130, 257, 2050), (300, 520, 4096)]
@@ -51,7 +51,7 @@ def test_quantizer_gives_the_reference_codes(act_bits: int, k: int, dtype: torch
     assert torch.equal(acts.sums.cpu(), codes.sum(1, dtype=torch.int32))
     assert torch.equal(acts.steps.cpu(), step[:, 0])
     as_bytes = quantize_tiles(x.cuda(), clip.cuda(), ActCoding(act_bits), as_bytes=True)
-    assert torch.equal(untile_lines(as_bytes.tiles, 65, k)[0].cpu(), codes)
+    assert torch.equal(lines_of(as_bytes.tiles, 65, as_bytes=True)[0, :, :k], codes)
 
 
 @pytest.mark.cuda
@@ -59,8 +59,8 @@ def test_quantizer_gives_the_reference_codes(act_bits: int, k: int, dtype: torch
 @pytest.mark.parametrize("weight_bits", range(1, 9), ids="w{}".format)
 def test_expansion_gives_the_codes(weight_bits: int) -> None:
     codes = torch.randint(0, 1 << weight_bits, (70, 1300), dtype=torch.uint8)
-    expanded = expand(tile_weight(pack_codes(codes, weight_bits).cuda()), 1300)
-    assert torch.equal(untile_weight(expanded, 70, 1300)[0].cpu(), codes)
+    expanded = expand(tile_lines(pack_codes(codes, weight_bits).cuda()), 1300)
+    assert torch.equal(lines_of(expanded, 70, as_bytes=True)[0, :, :1300], codes)
 
 
 @pytest.mark.cuda
@@ -124,8 +124,10 @@ def test_gemv_equals_the_reference(tokens: int, act_bits: int) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("tokens", [1, GEMV_LIMIT, 200], ids="M{}".format)
-@pytest.mark.parametrize(("weight_bits", "act_bits"), [(2, 2), (1, 2), (4, 8)], ids=["w2a2", "w1a2", "w4a8"])
+@pytest.mark.parametrize("tokens", [1, GEMV_LIMIT, 200, 300], ids="M{}".format)
+@pytest.mark.parametrize(
+    ("weight_bits", "act_bits"), [(2, 2), (1, 2), (4, 8), (8, 8)], ids=["w2a2", "w1a2", "w4a8", "w8a8"]
+)
 def test_two_runs_and_a_graph_give_the_same_bits(weight_bits: int, act_bits: int, tokens: int) -> None:
     problem = Problem((tokens, 520, 4096), weight_bits, act_bits, torch.float16)
     weight = problem.weight()

@@ -11,7 +11,7 @@ from torch import Tensor
 from quantkit.formats.bipolar import ActCoding, nearest_codes, quantize_activations
 from quantkit.formats.planes import pack_codes
 from quantkit.ops.bipolar.launch import quantize_tiles
-from quantkit.ops.bipolar.layout import untile_lines
+from tests.ops.bipolar.problem import lines_of
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SHORT_DTYPES = DTYPES[:2]
@@ -34,7 +34,7 @@ def check(x: Tensor, clip: float, act_bits: int, per_token: bool) -> None:
     for as_bytes in (False, True):
         made = quantize_tiles(x.cuda(), act_clip.cuda(), ActCoding(act_bits, per_token), as_bytes=as_bytes)
         lines = codes[None] if as_bytes else pack_codes(codes, act_bits)
-        stored = untile_lines(made.tiles, x.shape[0], made.tiles.shape[1] * made.tiles.shape[4]).cpu()
+        stored = lines_of(made.tiles, x.shape[0], as_bytes=as_bytes)
         told = f"{clip=} {act_bits=} {per_token=} {as_bytes=}"
         assert torch.equal(stored[..., : lines.shape[2]], lines), told
         assert not stored[..., lines.shape[2] :].any(), told
@@ -100,7 +100,7 @@ def test_rows_that_begin_anywhere(dtype: torch.dtype) -> None:
     x = flat[1:].view(3, 1096)
     made = quantize_tiles(x, torch.ones(1).cuda(), ActCoding(3), as_bytes=False)
     codes, _ = quantize_activations(x.cpu(), torch.ones(1), 3, True)
-    assert torch.equal(untile_lines(made.tiles, 3, 137).cpu(), pack_codes(codes, 3))
+    assert torch.equal(lines_of(made.tiles, 3, as_bytes=False)[..., :137], pack_codes(codes, 3))
 
 
 def fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

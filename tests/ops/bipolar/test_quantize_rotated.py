@@ -12,8 +12,7 @@ from quantkit.formats.hadamard import SIGN_WORDS, block_width, inverse_root, rot
 from quantkit.formats.planes import pack_codes
 from quantkit.ops.bipolar.instances import WgmmaTile, binary_pairs, wgmma_tiles
 from quantkit.ops.bipolar.launch import gemv_launch, mma_launch, quantize_tiles, wgmma_launch
-from quantkit.ops.bipolar.layout import untile_lines
-from tests.ops.bipolar.problem import Problem
+from tests.ops.bipolar.problem import Problem, lines_of
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 CODINGS = [
@@ -60,7 +59,7 @@ def test_the_kernel_gives_the_reference_codes(
     for as_bytes in (False, True):
         made = quantize_tiles(x.cuda(), clip.cuda(), coding, as_bytes=as_bytes)
         lines = codes[None] if as_bytes else pack_codes(codes, bits)
-        stored = untile_lines(made.tiles, len(x), made.tiles.shape[1] * made.tiles.shape[4]).cpu()
+        stored = lines_of(made.tiles, len(x), as_bytes=as_bytes)
         assert torch.equal(stored[..., : lines.shape[2]], lines)
         assert not stored[..., lines.shape[2] :].any()
         sums = made.sums.cpu().view(-1, len(x))

@@ -1,0 +1,242 @@
+"""The product that turns weight planes into codes in registers: its instances, their layout for a problem, its launch.
+
+kernels/bipolar/gemm_fused.cu draws it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from quantkit.cuda.architectures import WARPGROUP_THREADS, Architecture, Kernel
+from quantkit.cuda.compile import CompileUnit
+from quantkit.cuda.counts import zero_counts
+from quantkit.cuda.device import Gpu
+from quantkit.cuda.launch import DTYPE_CODES, Launch
+from quantkit.cuda.source import KernelSource
+from quantkit.formats.planes import MAX_BITS
+from quantkit.ops.bipolar.instances import (
+    BARRIER_BYTES,
+    CONSTANTS,
+    LINE_SETS,
+    LINE_STRUCT_BYTES,
+    SHARED_ALIGNMENT,
+    SLAB_TOKENS,
+    WGMMA_SHARED_BYTES,
+)
+from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES
+from quantkit.ops.bipolar.product import Product
+
+_STAGE_BYTES = 32 << 10
+_SOURCE = KernelSource("bipolar/gemm_fused.cu", {**CONSTANTS, "FUSED_STAGE_BYTES": _STAGE_BYTES})
+TOKEN_TILES = (32, 64, 128, 256)
+"""Tokens of an item."""
+_PAIRED_TOKENS = (64, 128, 256)  # of tiles whose blocks copy x for each other as well
+_MANY_TOKENS = 128  # from which stages of x are short
+_MOST_SLOTS, _MOST_STAGES = 8, 4
+_TOKEN_BAND = 4  # tiles of tokens that blocks work on at once, for x and the weights to stay in L2
+_SHARED_ITEMS = 2  # that a block has a share of, at most
+_WORD_BYTES = 4
+# Clocks as the layouts are compared by, of an H200: of a product per column, bytes of a processor per clock from L2
+# and from memory, and of sums that pass through L2; and what handing these over takes at least.
+_COLUMN_CLOCKS = 16
+_L2_RATE, _MEMORY_RATE, _SUMS_RATE = 28, 18, 10
+_HANDOVER_CLOCKS = 1500
+
+
+@dataclass(frozen=True)
+class FusedTile:
+    """An instance: weight planes and tokens of an item. warpgroups: which multiply, each 64 rows of W.
+
+    slots: of 64 rows and 1024 columns of planes, at least one more than warpgroups. stages: of x. partners: two where
+    blocks in pairs take the same tokens, each with rows of its own, and copy x for each other.
+    """
+
+    weight_bits: int
+    tokens: int
+    warpgroups: int
+    slots: int
+    stages: int
+    partners: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Of a block: a warpgroup more brings what the others need."""
+        return (self.warpgroups + 1) * WARPGROUP_THREADS
+
+    @property
+    def rows(self) -> int:
+        """Of W in an item, of one of the partners."""
+        return self.warpgroups * BLOCK_ROWS
+
+    def stretch_clocks(self) -> float:
+        """Clocks of 1024 columns of an item: of its products, or of bringing planes and x where that takes longer."""
+        planes, x = self.warpgroups * _slot_bytes(self.weight_bits), self.tokens * BITS_PER_LINE
+        products = _COLUMN_CLOCKS * self.warpgroups * self.tokens
+        return max(products, (planes + x / self.partners) / _L2_RATE, planes / _MEMORY_RATE)
+
+    def handover_clocks(self) -> float:
+        """Clocks that a block takes for the sums of another one."""
+        return _HANDOVER_CLOCKS + self.rows * self.tokens * _WORD_BYTES / _SUMS_RATE
+
+
+@dataclass(frozen=True)
+class FusedPlan:
+    """How an instance is launched for y [M, N].
+
+    row_tiles, token_tiles: items along N and M. whole_items: of these, those that a block does by itself; the stretches
+    of the others are shared out evenly among all blocks. Where the tile has partners, a block is a pair of them, and an
+    item has the rows of both.
+    """
+
+    tile: FusedTile
+    row_tiles: int
+    token_tiles: int
+    whole_items: int
+    blocks: int
+    stretches: int
+
+    @property
+    def grid(self) -> int:
+        """Blocks of the launch."""
+        return self.blocks * self.tile.partners
+
+    @property
+    def shared_items(self) -> int:
+        """Items that blocks share."""
+        return self.row_tiles * self.token_tiles - self.whole_items
+
+    @property
+    def partial_words(self) -> int:
+        """Sums that blocks leave for each other."""
+        return self.grid * _SHARED_ITEMS * self.tile.rows * self.tile.tokens if self.shared_items else 0
+
+    def clocks(self) -> float:
+        """What the launch takes, expected."""
+        whole = ceil(self.whole_items / self.blocks) * self.stretches
+        shared = ceil(self.shared_items * self.stretches / self.blocks)
+        even = not self.shared_items or self.blocks % self.shared_items == 0
+        handover = (1 if even else _SHARED_ITEMS) * self.tile.handover_clocks() if self.shared_items else 0
+        return (whole + shared) * self.tile.stretch_clocks() + handover
+
+
+def _slot_bytes(weight_bits: int) -> int:
+    return weight_bits * BLOCK_ROWS * LINE_BYTES
+
+
+def _static_bytes(warpgroups: int, tokens: int) -> int:
+    lines = LINE_SETS * (warpgroups * BLOCK_ROWS + tokens) * LINE_STRUCT_BYTES
+    return lines + (_MOST_SLOTS + _MOST_STAGES + LINE_SETS) * BARRIER_BYTES
+
+
+def _dynamic_bytes(tile: FusedTile) -> int:
+    slabs = tile.warpgroups * SLAB_TOKENS * (BLOCK_ROWS + 1) * _WORD_BYTES  # kSlabRow
+    return SHARED_ALIGNMENT + tile.slots * _slot_bytes(tile.weight_bits) + tile.stages * _STAGE_BYTES + slabs
+
+
+def _fits(tile: FusedTile) -> bool:
+    return _dynamic_bytes(tile) + _static_bytes(tile.warpgroups, tile.tokens) <= WGMMA_SHARED_BYTES
+
+
+@cache
+def fused_tile(weight_bits: int, tokens: int) -> FusedTile:
+    """The instance for a number of planes and one of TOKEN_TILES: two warpgroups, or one where two find no room.
+
+    Slots come before stages of x beyond two, or three of many tokens.
+    """
+    least = 3 if tokens >= _MANY_TOKENS else 2
+    for warpgroups, first in ((2, least), (2, 2), (1, least), (1, 2)):
+        found = [FusedTile(weight_bits, tokens, warpgroups, slots, first) for slots in range(1, _MOST_SLOTS + 1)]
+        best = next((tile for tile in reversed(found) if _fits(tile)), None)
+        if best is not None and best.slots > warpgroups:
+            more = [FusedTile(weight_bits, tokens, warpgroups, best.slots, n) for n in range(first, _MOST_STAGES + 1)]
+            return next(tile for tile in reversed(more) if _fits(tile))
+    raise AssertionError(f"no room for {weight_bits} planes and {tokens} tokens")
+
+
+@cache
+def fused_tiles(weight_bits: int) -> tuple[FusedTile, ...]:
+    """The instances for a number of planes."""
+    alone = [fused_tile(weight_bits, tokens) for tokens in TOKEN_TILES]
+    return (*alone, *(replace(tile, partners=2) for tile in alone if tile.tokens in _PAIRED_TOKENS))
+
+
+def fused_unit(tile: FusedTile) -> CompileUnit:
+    """bipolar_gemm_fused for a tile; its types are arguments of the launch."""
+    sizes = (tile.weight_bits, tile.tokens, tile.warpgroups, tile.slots, tile.stages, tile.partners)
+    return CompileUnit(_SOURCE, "bipolarGemmFused", sizes, _dynamic_bytes(tile))
+
+
+def fused_units(row: Architecture) -> Iterator[CompileUnit]:
+    """Every instance that can be asked for on a GPU generation."""
+    for weight_bits in range(1, MAX_BITS + 1) if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels else ():
+        yield from map(fused_unit, fused_tiles(weight_bits))
+
+
+def fused_layouts(tile: FusedTile, shape: tuple[int, int, int], processors: int) -> Iterator[FusedPlan]:
+    """The layouts of a tile for shape (M, N, K): whole items alone, and those of the last round shared."""
+    m, n, k = shape
+    if tile.partners > 1 and (n <= tile.rows or processors < tile.partners):
+        return  # the other partner would have no rows, or no place
+    processors //= tile.partners
+    counts = ceil(n / (tile.rows * tile.partners)), ceil(m / tile.tokens)
+    items, stretches = counts[0] * counts[1], ceil(k / BITS_PER_LINE)
+    yield FusedPlan(tile, *counts, items, min(items, processors), stretches)
+    whole = items // processors * processors
+    even = processors // items * items  # blocks that have a share of one item each
+    for blocks in dict.fromkeys((processors, even) if even > items else (processors,)):
+        if whole < items and blocks <= (items - whole) * stretches:  # every block has a share
+            yield FusedPlan(tile, *counts, whole, blocks, stretches)
+
+
+@cache
+def plan_fused(weight_bits: int, shape: tuple[int, int, int], processors: int) -> FusedPlan:
+    """The layout expected to be fastest for shape (M, N, K)."""
+    tiles = fused_tiles(weight_bits)
+    return min((plan for tile in tiles for plan in fused_layouts(tile, shape, processors)), key=FusedPlan.clocks)
+
+
+def _plan_of(product: Product, gpu: Gpu) -> FusedPlan:
+    m, n = product.y.shape
+    return plan_fused(product.planes[0], (m, n, product.in_features), gpu.processors)
+
+
+def fused_work(product: Product, gpu: Gpu, plan: FusedPlan | None = None) -> dict[str, Tensor | None]:
+    """The memory by which the blocks of a launch hand over sums, by the names of its parameters."""
+    plan = plan or _plan_of(product, gpu)
+    if not plan.shared_items:
+        return {"partials": None, "ready": None}
+    device = product.y.device
+    partials = torch.empty(plan.partial_words, dtype=torch.int32, device=device)
+    return {"partials": partials, "ready": zero_counts(plan.shared_items * plan.tile.partners, device)}
+
+
+def fused_launch(
+    product: Product, gpu: Gpu, tensors: Mapping[str, Tensor | None], plan: FusedPlan | None = None
+) -> Launch:
+    """y on the fused product. tensors: those of the product, and its work. plan: another one than the planned."""
+    plan = plan or _plan_of(product, gpu)
+    return Launch(
+        fused_unit(plan.tile),
+        product.y.device,
+        grid=(plan.grid,),
+        block=plan.tile.threads,
+        args={
+            **product.args(),
+            **tensors,
+            **product.limits(),
+            "zero": int(product.zero),
+            "dtype": DTYPE_CODES[product.y.dtype],
+            "rowTiles": plan.row_tiles,
+            "tokenTiles": plan.token_tiles,
+            "tokenBand": _TOKEN_BAND,
+            "wholeItems": plan.whole_items,
+        },
+        overlap=product.weights_ready,
+        cluster=plan.tile.partners,
+    )

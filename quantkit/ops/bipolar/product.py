@@ -1,0 +1,77 @@
+"""The operands of a bipolar product on a GPU, as its kernels take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quantkit.cuda.parameters import Argument
+from quantkit.formats.bipolar import largest_value
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Quantized activations of M tokens in tile order.
+
+    tiles: [blocks, k tiles, planes, 64, 128] uint8. sums: [M] int32, sums of codes; with zero points [2, M], of which
+    the second row is twice these. steps: [M] fp32.
+    """
+
+    tiles: Tensor
+    sums: Tensor
+    steps: Tensor
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A prepared weight. tiles: as of Activations. row_sums: [N] int32. scales: [N, 1] fp16."""
+
+    tiles: Tensor
+    row_sums: Tensor
+    scales: Tensor
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operands of y [M, N] = x W^T + bias, and y. in_features: K. bits: of the codes of x and W.
+
+    zero: whether tokens have zero points. weights_ready: nothing queued on the GPU still writes the weight.
+    """
+
+    acts: Activations
+    weight: Weight
+    bias: Tensor | None
+    y: Tensor
+    in_features: int
+    bits: tuple[int, int]
+    zero: bool = False
+    weights_ready: bool = False
+
+    @property
+    def planes(self) -> tuple[int, int]:
+        """Of W and x in tile order."""
+        return self.weight.tiles.shape[2], self.acts.tiles.shape[2]
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What the kernels of all products take, by the names of their parameters."""
+        return {
+            "xTiles": self.acts.tiles,
+            "wTiles": self.weight.tiles,
+            "xSums": self.acts.sums,
+            "wSums": self.weight.row_sums,
+            "xSteps": self.acts.steps,
+            "wScales": self.weight.scales,
+            "bias": self.bias,
+            "y": self.y,
+        }
+
+    def args(self) -> dict[str, Argument]:
+        """The same and sizes."""
+        m, n = self.y.shape
+        return {**self.tensors(), "M": m, "N": n, "K": self.in_features}
+
+    def limits(self) -> dict[str, Argument]:
+        """The largest values of both operands, for the kernels that take any bits."""
+        act_bits, weight_bits = self.bits
+        return {"actLimit": largest_value(act_bits), "weightLimit": largest_value(weight_bits)}
