@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 
 from quantkit.errors import OutputError, reason
 from quantkit.ranks import rank_count
@@ -27,6 +28,7 @@ def ends_in_order() -> Iterator[None]:
     _fill_standard_streams()
     if sys.stdout is None:
         raise OutputError("standard output is closed; results would be lost")
+    _let_children_end()
     former = {number: signal.getsignal(number) for number in _STOPS}
     for number, handler in former.items():
         if handler is signal.SIG_DFL:
@@ -44,6 +46,21 @@ def ends_in_order() -> Iterator[None]:
         for number, handler in former.items():
             signal.signal(number, handler)
         _drop_what_cannot_be_printed()
+
+
+@cache
+def _let_children_end() -> None:
+    """Forked children, such as those of lm-evaluation-harness, end at a signal as they would by themselves.
+
+    Told to stop by an exception, a child that is in a hook of fork at that moment drops it and never ends.
+    """
+    os.register_at_fork(after_in_child=_take_defaults)
+
+
+def _take_defaults() -> None:
+    for number in _STOPS:
+        if signal.getsignal(number) is signal.default_int_handler:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

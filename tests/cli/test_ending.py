@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,18 @@ def test_a_second_writer_is_refused_before_its_work_until_the_first_is_gone(
     os.kill(other, signal.SIGTERM)
     assert status(other) == INTERRUPTED
     assert list(place.iterdir()) == []
+
+
+def test_a_child_forked_meanwhile_ends_at_once_when_told_to_stop() -> None:
+    """Not by an exception, which a hook of fork or a finalizer of the child would swallow."""
+
+    def work() -> int:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        return 0
+
+    with ends_in_order():
+        assert status(fork(work)) == -signal.SIGTERM
 
 
 def test_a_hangup_that_is_ignored_stays_ignored() -> None:
