@@ -213,10 +213,12 @@ def bcq_scales(scales: Tensor, weight_bits: int) -> Tensor:
 _SAMPLE_SHAPES = ((1, 5, 40), (7, 65, 1030), (70, 130, 264))  # M, N, K: few tokens for the GEMV, and many
 _SAMPLE_GROUP = 64
 _SAMPLE_BITS = ((1, 2), (3, 4), (4, 8))  # of weight and activations: binary products, INT8 products
+_SAMPLE_EXPANDED = ((257, 70, 264), (8, 8))  # many tokens of many planes, which are expanded in memory on any GPU
 
 
 def _linear_samples() -> Iterator[BipolarLinear]:
-    for (tokens, out_features, in_features), (weight_bits, act_bits) in product(_SAMPLE_SHAPES, _SAMPLE_BITS):
+    cases = [*product(_SAMPLE_SHAPES, _SAMPLE_BITS), _SAMPLE_EXPANDED]
+    for (tokens, out_features, in_features), (weight_bits, act_bits) in cases:
         codes = torch.randint(0, 1 << weight_bits, (out_features, in_features), dtype=torch.uint8)
         planes, x = pack_codes(codes, weight_bits), torch.randn(tokens, in_features)
         clip, bias = torch.tensor([0.7]), torch.randn(out_features)
