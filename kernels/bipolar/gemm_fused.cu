@@ -57,7 +57,7 @@ __device__ __forceinline__ void writeItem(const int* sums, const LineOf<true>* f
     }
 }
 
-template <int kBits, int kTokens, int kWarpgroups, int kSlots, int kStages, int kPartners>
+template <int kBits, int kTokens, int kWarpgroups, int kSlots, int kStages>
 __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
     bipolarGemmFused(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,    // bytes of x, planes of W
                      const int* __restrict__ xSums, const int* __restrict__ wSums,          // [M] or [2, M], [N]
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
                      int M, int N, int K, int actLimit, int weightLimit,
                      int zero, int dtype,  // whether tokens have zero points; of y
                      int rowTiles, int tokenTiles, int tokenBand, int wholeItems) {
-    using S = FusedShape<kBits, kTokens, kWarpgroups, kPartners>;
+    using S = FusedShape<kBits, kTokens, kWarpgroups>;
     using Line = LineOf<true>;  // without zero points every token's is 1, see twiceZero
     extern __shared__ uint8 dynamicShared[];
     __shared__ uint64 slotsFull[kSlots], slotsEmpty[kSlots], stagesFull[kStages], stagesEmpty[kStages], linesFull[kLineSets];
@@ -81,14 +81,11 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
     const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / kWarpgroup, 0);  // the same for all, as ptxas sees it too
     if (threadIdx.x == 0) {
         for (int i = 0; i < kSlots; i++) barrierInit(&slotsFull[i], 1), barrierInit(&slotsEmpty[i], kWarpsOfGroup);
-        for (int i = 0; i < kStages; i++) {
-            barrierInit(&stagesFull[i], 1), barrierInit(&stagesEmpty[i], kWarpgroups * kPartners);
-        }
+        for (int i = 0; i < kStages; i++) barrierInit(&stagesFull[i], 1), barrierInit(&stagesEmpty[i], kWarpgroups);
         for (int i = 0; i < kLineSets; i++) barrierInit(&linesFull[i], kLineThreads);
         barrierInitFence();
     }
-    if constexpr (kPartners > 1) meetCluster();  // what the partner's copies and arrivals find
-    else __syncthreads();
+    __syncthreads();
     allowNextKernel();
     constexpr int kLineUsers = kLineThreads + S::kConsumers, kLinesBarrier = kWarpgroups + 1;
     if (warpgroup == kWarpgroups) {
@@ -112,27 +109,24 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
                 barrierArrive(&linesFull[set]);
             }
         }
-        __syncwarp();
     } else {
         if constexpr (kWarpgroups == 2) takeRegisters<kConsumerRegisters>();
-        const int g = lane / 4;
-        const uint32 row = (thread / kWarpSize * 16 + g) * kLineBytes + lane % 4 * sizeof(uint32);
-        RingPlace<kSlots> slot{warpgroup, 0};
+        const uint32 row = (thread / kWarpSize * 16 + lane / 4) * kLineBytes + lane % 4 * sizeof(uint32);
+        SlotsOfW<S, kSlots> w{slots, row, slotsFull, slotsEmpty, lane / 4, typename S::Work(p).allTiles(), {warpgroup, 0}};
         StagesOfX<S, kStages> x{stages, stagesFull, stagesEmpty, thread == 0};
+        w.begin();
 #pragma unroll 1
         for (int index = 0;; ++index) {
             const typename S::Work work(p);
             if (index >= work.segments) break;
             const Segment segment = work.segment(p, index);
-            int acc[kTokens / 2] = {};
+            int acc[S::kSets * S::kSums] = {};
 #pragma unroll 1
-            for (int k = segment.firstTile; k < segment.firstTile + segment.tiles; ++k, slot.advance(kWarpgroups)) {
-                barrierWait(&slotsFull[slot.at], slot.parity);
-                multiplyStretch<S, kStages>(acc, x, slots + slot.at * S::kSlotBytes + row, g,
-                                            min(kChunksPerLine, p.lines() - k * kChunksPerLine));
-                __syncwarp();
-                if (lane == 0) barrierArrive(&slotsEmpty[slot.at]);
+            for (int k = segment.firstTile; k < segment.firstTile + segment.tiles; ++k) {
+                multiplyStretch(acc, x, w, min(kChunksPerLine, p.lines() - k * kChunksPerLine));
             }
+#pragma unroll
+            for (int i = S::kSums; i < S::kSets * S::kSums; ++i) acc[i - S::kSums] += acc[i];
             if (index == 0) waitForPriorKernels();  // which may read y or use the partials' memory
             const SharedItem<S> shared(p, work, segment.item);
             const int set = index % kLineSets;
@@ -150,5 +144,4 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
             if (index + kLineSets < work.segments) namedArrive(kLinesBarrier + set, kLineUsers);
         }
     }
-    if constexpr (kPartners > 1) meetCluster();  // the partner's copies to here have arrived, and arrivals there
 }

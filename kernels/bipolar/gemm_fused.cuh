@@ -11,8 +11,6 @@
 //   step     32 columns: a lane has a word of every plane of rows g and g + 8, which is 32 columns of chunk c, of the line
 //            whose four steps it takes part in (CodeWords)
 //   item     64 kWarpgroups rows of W x kTokens tokens, shared out as shared/items.cuh says; sums are integers
-//   partners two blocks of a cluster with the same tokens and columns, each with rows of its own: each copies half of x, to
-//            both. "Block" in items.cuh is such a pair then
 //
 //   shared memory: slots | stages | slabs of the epilogue
 // Limits: K c_x c_w < 2^31.
@@ -42,16 +40,19 @@ struct FusedProblem {
     __device__ __forceinline__ ItemPlan items() const { return {rowTiles * tokenTiles, wholeItems, stretches()}; }
 };
 
-template <int kBits_, int kTokens_, int kWarpgroups_, int kPartners_>
+template <int kBits_, int kTokens_, int kWarpgroups_>
 struct FusedShape {
-    static constexpr int kBits = kBits_, kTokens = kTokens_, kWarpgroups = kWarpgroups_, kPartners = kPartners_;
+    static constexpr int kBits = kBits_, kTokens = kTokens_, kWarpgroups = kWarpgroups_, kPartners = 1;
     static constexpr int kConsumers = kWarpgroups * kWarpgroup;  // threads
     static constexpr int kSlotBytes = kBits * kPlaneBytes;
     static constexpr int kTokenBytes = kTokens * kLineBytes;     // a line of all tokens
     static constexpr int kStageLines = kStageBytes / kTokenBytes;
     static constexpr int kRows = kWarpgroups * kBlockRows;
-    // Lines that are expanded at once, while the products of as many run: what registers have room for.
-    static constexpr int kGroupLines = kStageLines < 4 ? kStageLines : 4;
+    // Lines that are expanded at once, while the products of as many run: what registers have room for. Products of few
+    // columns take turns in sets of sums, as each waits for the one before with the same sums.
+    static constexpr int kGroupLines = kStageLines < 4 ? kStageLines : 4, kSets = kTokens <= 64 ? 2 : 1;
+    static constexpr int kSums = kTokens / 2, kGroups = kChunksPerLine / kGroupLines;
+    static_assert(kGroups % 2 == 0, "a stretch ends where it began, in the first of two groups' registers");
     using Work = BlockWork<kPartners>;
     static_assert(kChunksPerLine % kStageLines == 0, "a stage is of one stretch");
 };
@@ -66,14 +67,14 @@ struct RingPlace {
     }
 };
 
-// An item as this block, or this one of two partners, has it: its first row block of 64 and its first token.
+// An item's first row block of 64 and its first token.
 struct FusedPlace {
     int block, token;
 };
 template <class S>
 __device__ __forceinline__ FusedPlace fusedPlace(const FusedProblem& p, int item) {
     const ItemPlace place = itemPlace(item, p.rowTiles, p.tokenTiles, p.tokenBand);
-    return {(place.range * S::kPartners + partner<S::kPartners>()) * S::kWarpgroups, place.tokenTile * S::kTokens};
+    return {place.range * S::kWarpgroups, place.tokenTile * S::kTokens};
 }
 
 // By one thread. Weights do not depend on what ran before.
@@ -102,7 +103,7 @@ template <class S, int kStages>
 __device__ __forceinline__ void copyX(const FusedProblem& p, uint32 stages, uint64* full, uint64* empty) {
     constexpr int kRows = S::kTokens < kBlockRows ? S::kTokens : kBlockRows, kBlocks = S::kTokens / kRows;
     constexpr uint32 kBytes = kRows * kLineBytes;
-    const int lastBlock = (p.M - 1) / kBlockRows, lines = p.lines(), rank = partner<S::kPartners>();
+    const int lastBlock = (p.M - 1) / kBlockRows, lines = p.lines();
     const typename S::Work work(p);
     RingPlace<kStages> place{0, 1};
     for (int index = 0; index < work.segments; ++index) {
@@ -123,13 +124,8 @@ __device__ __forceinline__ void copyX(const FusedProblem& p, uint32 stages, uint
             for (int i = 0; i < count; ++i) {
 #pragma unroll
                 for (int b = 0; b < kBlocks; ++b) {
-                    const uint8* source = from[b] + size_t(line + i) * kPlaneBytes;
-                    const uint32 target = to + i * S::kTokenBytes + b * kBytes;
-                    if constexpr (S::kPartners == 1) {
-                        copyBulk(target, source, kBytes, &full[place.at]);
-                    } else if ((i * kBlocks + b) % S::kPartners == rank) {
-                        copyBulkToPair(target, source, kBytes, &full[place.at]);
-                    }
+                    copyBulk(to + i * S::kTokenBytes + b * kBytes, from[b] + size_t(line + i) * kPlaneBytes, kBytes,
+                             &full[place.at]);
                 }
             }
         }
@@ -155,13 +151,24 @@ __device__ __forceinline__ void expandLine(uint32 row, int line, int g, uint32 (
     }
 }
 
+// The codes of a group of lines, from this one on.
+template <class S>
+struct GroupCodes {
+    uint32 codes[S::kGroupLines][kSteps][4];
+
+    __device__ __forceinline__ void expand(uint32 row, int first, int g) {
+#pragma unroll
+        for (int i = 0; i < S::kGroupLines; ++i) expandLine<S>(row, first + i, g, codes[i]);
+    }
+};
+
 // The products of a line: codes of W, [step][register], and a line of x at this address.
 template <class S>
 __device__ __forceinline__ void multiplyLine(int* acc, const uint32 (&codes)[kSteps][4], uint32 x) {
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-        RegisterBytesProduct<S::kTokens>::add(acc, codes[s][0], codes[s][1], codes[s][2], codes[s][3],
-                                              operandDescriptor(x + s * kWgmmaDepthBytes));
+        RegisterBytesProduct<S::kTokens>::add(acc + s % S::kSets * S::kSums, codes[s][0], codes[s][1], codes[s][2],
+                                              codes[s][3], operandDescriptor(x + s * kWgmmaDepthBytes));
     }
 }
 
@@ -182,46 +189,65 @@ struct StagesOfX {
     __device__ __forceinline__ void finish(int line, int count) {
         productWait<0>();
         if ((line + 1) % S::kStageLines != 0 && line + 1 != count) return;
-        if (signals) {
-            barrierArrive(&empty[place.at]);
-            if constexpr (S::kPartners > 1) remoteArrive(sharedAddress(&empty[place.at]), clusterRank() ^ 1);
-        }
+        if (signals) barrierArrive(&empty[place.at]);
         place.advance();
     }
 };
 
-// The products of a slot's 1024 columns, or of the fewer lines that K has left. row: see expandLine.
-template <class S, int kStages>
-__device__ __forceinline__ void multiplyStretch(int* acc, StagesOfX<S, kStages>& x, uint32 row, int g, int count) {
+// The slots of planes as a warp of a consumer warpgroup sees them, and the codes of the next group of lines.
+template <class S, int kSlots>
+struct SlotsOfW {
+    uint32 start, row;  // row: offset of the word of row g, see expandLine
+    uint64 *full, *empty;
+    int g;
+    int left;  // stretches of this block that have not begun
+    RingPlace<kSlots> place;
+    GroupCodes<S> first;  // of the stretch that comes next
+
+    __device__ __forceinline__ uint32 address() const { return start + place.at * S::kSlotBytes + row; }
+    __device__ __forceinline__ void begin() {
+        if (left-- <= 0) return;
+        barrierWait(&full[place.at], place.parity);
+        first.expand(address(), 0, g);
+    }
+    // All of a slot is in registers: go on to the next.
+    __device__ __forceinline__ void next() {
+        __syncwarp();
+        if (threadIdx.x % kWarpSize == 0) barrierArrive(&empty[place.at]);
+        place.advance(S::kWarpgroups);
+        begin();
+    }
+};
+
+// The products of a slot's 1024 columns, or of the fewer lines that K has left.
+template <class S, int kStages, int kSlots>
+__device__ __forceinline__ void multiplyStretch(int* acc, StagesOfX<S, kStages>& x, SlotsOfW<S, kSlots>& w, int count) {
     if (count < kChunksPerLine) {
 #pragma unroll 1
         for (int line = 0; line < count; ++line) {
             uint32 codes[kSteps][4];
-            expandLine<S>(row, line, g, codes);
+            expandLine<S>(w.address(), line, w.g, codes);
             const uint32 from = x.line(line);
             productFence();
             multiplyLine<S>(acc, codes, from);
             productCommit();
             x.finish(line, count);
         }
+        w.next();
         return;
     }
-    constexpr int kLines = S::kGroupLines;
-    uint32 codes[2][kLines][kSteps][4];
-    const auto expand = [&](int first, uint32 (&group)[kLines][kSteps][4]) {
+    GroupCodes<S> second;
 #pragma unroll
-        for (int i = 0; i < kLines; ++i) expandLine<S>(row, first + i, g, group[i]);
-    };
-    expand(0, codes[0]);
-#pragma unroll
-    for (int first = 0; first < kChunksPerLine; first += kLines) {
-        auto& group = codes[first / kLines % 2];
-        const uint32 from = x.line(first);
+    for (int group = 0; group < S::kGroups; ++group) {
+        const int line = group * S::kGroupLines;
+        const GroupCodes<S>& own = group % 2 ? second : w.first;
+        const uint32 from = x.line(line);
         productFence();
 #pragma unroll
-        for (int i = 0; i < kLines; ++i) multiplyLine<S>(acc, group[i], from + i * S::kTokenBytes);
+        for (int i = 0; i < S::kGroupLines; ++i) multiplyLine<S>(acc, own.codes[i], from + i * S::kTokenBytes);
         productCommit();
-        if (first + kLines < kChunksPerLine) expand(first + kLines, codes[(first / kLines + 1) % 2]);  // meanwhile
-        x.finish(first + kLines - 1, kChunksPerLine);
+        if (group + 1 == S::kGroups) w.next();  // while these products run
+        else (group % 2 ? w.first : second).expand(w.address(), line + S::kGroupLines, w.g);
+        x.finish(line + S::kGroupLines - 1, kChunksPerLine);
     }
 }

@@ -63,6 +63,7 @@ struct BlockWork {
         firstShared = shareStart(block), endShared = shareStart(block + 1);
         segments = rounds + (endShared > firstShared ? (endShared - 1) / kTiles - firstShared / kTiles + 1 : 0);
     }
+    __device__ __forceinline__ int allTiles() const { return rounds * kTiles + endShared - firstShared; }
     template <class Problem>
     __device__ __forceinline__ Segment segment(const Problem& p, int index) const {
         if (index < rounds) return {block + index * blocks, 0, kTiles};

@@ -6,7 +6,7 @@ kernels/bipolar/gemm_fused.cu draws it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import ceil
 
@@ -36,7 +36,6 @@ _STAGE_BYTES = 32 << 10
 _SOURCE = KernelSource("bipolar/gemm_fused.cu", {**CONSTANTS, "FUSED_STAGE_BYTES": _STAGE_BYTES})
 TOKEN_TILES = (32, 64, 128, 256)
 """Tokens of an item."""
-_PAIRED_TOKENS = (64, 128, 256)  # of tiles whose blocks copy x for each other as well
 _MANY_TOKENS = 128  # from which stages of x are short
 _MOST_SLOTS, _MOST_STAGES = 8, 4
 _TOKEN_BAND = 4  # tiles of tokens that blocks work on at once, for x and the weights to stay in L2
@@ -53,8 +52,7 @@ _HANDOVER_CLOCKS = 1500
 class FusedTile:
     """An instance: weight planes and tokens of an item. warpgroups: which multiply, each 64 rows of W.
 
-    slots: of 64 rows and 1024 columns of planes, at least one more than warpgroups. stages: of x. partners: two where
-    blocks in pairs take the same tokens, each with rows of its own, and copy x for each other.
+    slots: of 64 rows and 1024 columns of planes, at least one more than warpgroups. stages: of x.
     """
 
     weight_bits: int
@@ -62,7 +60,6 @@ class FusedTile:
     warpgroups: int
     slots: int
     stages: int
-    partners: int = 1
 
     @property
     def threads(self) -> int:
@@ -71,14 +68,14 @@ class FusedTile:
 
     @property
     def rows(self) -> int:
-        """Of W in an item, of one of the partners."""
+        """Of W in an item."""
         return self.warpgroups * BLOCK_ROWS
 
     def stretch_clocks(self) -> float:
         """Clocks of 1024 columns of an item: of its products, or of bringing planes and x where that takes longer."""
         planes, x = self.warpgroups * _slot_bytes(self.weight_bits), self.tokens * BITS_PER_LINE
         products = _COLUMN_CLOCKS * self.warpgroups * self.tokens
-        return max(products, (planes + x / self.partners) / _L2_RATE, planes / _MEMORY_RATE)
+        return max(products, (planes + x) / _L2_RATE, planes / _MEMORY_RATE)
 
     def handover_clocks(self) -> float:
         """Clocks that a block takes for the sums of another one."""
@@ -90,8 +87,7 @@ class FusedPlan:
     """How an instance is launched for y [M, N].
 
     row_tiles, token_tiles: items along N and M. whole_items: of these, those that a block does by itself; the stretches
-    of the others are shared out evenly among all blocks. Where the tile has partners, a block is a pair of them, and an
-    item has the rows of both.
+    of the others are shared out evenly among all blocks.
     """
 
     tile: FusedTile
@@ -102,11 +98,6 @@ class FusedPlan:
     stretches: int
 
     @property
-    def grid(self) -> int:
-        """Blocks of the launch."""
-        return self.blocks * self.tile.partners
-
-    @property
     def shared_items(self) -> int:
         """Items that blocks share."""
         return self.row_tiles * self.token_tiles - self.whole_items
@@ -114,7 +105,7 @@ class FusedPlan:
     @property
     def partial_words(self) -> int:
         """Sums that blocks leave for each other."""
-        return self.grid * _SHARED_ITEMS * self.tile.rows * self.tile.tokens if self.shared_items else 0
+        return self.blocks * _SHARED_ITEMS * self.tile.rows * self.tile.tokens if self.shared_items else 0
 
     def clocks(self) -> float:
         """What the launch takes, expected."""
@@ -159,16 +150,14 @@ def fused_tile(weight_bits: int, tokens: int) -> FusedTile:
     raise AssertionError(f"no room for {weight_bits} planes and {tokens} tokens")
 
 
-@cache
-def fused_tiles(weight_bits: int) -> tuple[FusedTile, ...]:
+def fused_tiles(weight_bits: int) -> list[FusedTile]:
     """The instances for a number of planes."""
-    alone = [fused_tile(weight_bits, tokens) for tokens in TOKEN_TILES]
-    return (*alone, *(replace(tile, partners=2) for tile in alone if tile.tokens in _PAIRED_TOKENS))
+    return [fused_tile(weight_bits, tokens) for tokens in TOKEN_TILES]
 
 
 def fused_unit(tile: FusedTile) -> CompileUnit:
     """bipolar_gemm_fused for a tile; its types are arguments of the launch."""
-    sizes = (tile.weight_bits, tile.tokens, tile.warpgroups, tile.slots, tile.stages, tile.partners)
+    sizes = (tile.weight_bits, tile.tokens, tile.warpgroups, tile.slots, tile.stages)
     return CompileUnit(_SOURCE, "bipolarGemmFused", sizes, _dynamic_bytes(tile))
 
 
@@ -181,10 +170,7 @@ def fused_units(row: Architecture) -> Iterator[CompileUnit]:
 def fused_layouts(tile: FusedTile, shape: tuple[int, int, int], processors: int) -> Iterator[FusedPlan]:
     """The layouts of a tile for shape (M, N, K): whole items alone, and those of the last round shared."""
     m, n, k = shape
-    if tile.partners > 1 and (n <= tile.rows or processors < tile.partners):
-        return  # the other partner would have no rows, or no place
-    processors //= tile.partners
-    counts = ceil(n / (tile.rows * tile.partners)), ceil(m / tile.tokens)
+    counts = ceil(n / tile.rows), ceil(m / tile.tokens)
     items, stretches = counts[0] * counts[1], ceil(k / BITS_PER_LINE)
     yield FusedPlan(tile, *counts, items, min(items, processors), stretches)
     whole = items // processors * processors
@@ -213,7 +199,7 @@ def fused_work(product: Product, gpu: Gpu, plan: FusedPlan | None = None) -> dic
         return {"partials": None, "ready": None}
     device = product.y.device
     partials = torch.empty(plan.partial_words, dtype=torch.int32, device=device)
-    return {"partials": partials, "ready": zero_counts(plan.shared_items * plan.tile.partners, device)}
+    return {"partials": partials, "ready": zero_counts(plan.shared_items, device)}
 
 
 def fused_launch(
@@ -224,7 +210,7 @@ def fused_launch(
     return Launch(
         fused_unit(plan.tile),
         product.y.device,
-        grid=(plan.grid,),
+        grid=(plan.blocks,),
         block=plan.tile.threads,
         args={
             **product.args(),
@@ -238,5 +224,4 @@ def fused_launch(
             "wholeItems": plan.whole_items,
         },
         overlap=product.weights_ready,
-        cluster=plan.tile.partners,
     )

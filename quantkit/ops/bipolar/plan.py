@@ -15,6 +15,8 @@ from quantkit.ops.bipolar.instances import BINARY_LIMIT, WgmmaTile, wgmma_tiles
 
 GEMV_LIMIT = 64
 """(token, plane) pairs up to which the GEMV kernel, which reads the weights once, is taken."""
+GEMV_LIMIT_BEFORE_FUSED = 16
+"""The same where the fused product follows, which reads them once as well."""
 
 _BINARY_SUMS = 1 << 22  # what the binary warpgroup kernel turns into floats without a conversion
 _BINARY, _INT8 = (
@@ -26,8 +28,7 @@ INT8_KERNELS = _INT8
 """Which take weights expanded to bytes."""
 BYTE_KERNELS = (*_INT8, Kernel.BIPOLAR_FUSED_WGMMA)
 """Which take a byte per code of x."""
-FUSED_LIMIT = 256
-"""Tokens up to which the fused product is taken also for more planes than two warpgroups have room for."""
+_FUSED_MANY, _FUSED_FEW = 1024, 256  # tokens; of as many planes as two warpgroups have room for, and of more
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,6 @@ class Path:
 def path_for(weight_bits: int, act_bits: int, row: Architecture, *, act_zero: bool = False) -> Path:
     """The path of a pair of widths on a GPU generation; with zero points sums are up to twice as large."""
     int8 = next(kernel for kernel in _INT8 if kernel in row.kernels)
-    if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels and fuses_many(weight_bits):
-        int8 = Kernel.BIPOLAR_FUSED_WGMMA
     binary = next((kernel for kernel in _BINARY if kernel in row.kernels), None)
     if binary is None:
         return Path(None, 0, int8, "binary products are not native on this GPU")
@@ -63,21 +62,25 @@ def path_for(weight_bits: int, act_bits: int, row: Architecture, *, act_zero: bo
     return Path(binary, longest, int8, f"{rates}; INT8 above K = {longest}")
 
 
-def fuses_many(weight_bits: int) -> bool:
-    """Whether two warpgroups have room for their planes, so that the fused product is the fastest for any tokens."""
-    return fused_tile(weight_bits, TOKEN_TILES[-1]).warpgroups > 1
+def fused_limit(weight_bits: int) -> int:
+    """Tokens up to which planes become codes within the product, where expanding them in memory takes longer."""
+    return _FUSED_MANY if fused_tile(weight_bits, TOKEN_TILES[-1]).warpgroups > 1 else _FUSED_FEW
 
 
 @cache
 def kernel_for(
     weight_bits: int, act_bits: int, shape: tuple[int, int], row: Architecture, *, act_zero: bool = False
 ) -> Kernel:
-    """The kernel for x of ``shape`` [M, K]: the GEMV for few tokens where the GPU has it, else the path's."""
+    """The kernel for x of ``shape`` [M, K]: the GEMV for few tokens where the GPU has it, else the path's.
+
+    In place of a product of expanded weights the fused one takes up to fused_limit tokens, where the GPU has it.
+    """
     tokens, in_features = shape
-    if Kernel.BIPOLAR_GEMV in row.kernels and tokens * act_bits <= GEMV_LIMIT:
-        return Kernel.BIPOLAR_GEMV
     kernel = path_for(weight_bits, act_bits, row, act_zero=act_zero).kernel(in_features)
-    fuses = kernel in INT8_KERNELS and Kernel.BIPOLAR_FUSED_WGMMA in row.kernels and tokens <= FUSED_LIMIT
+    fuses = kernel in INT8_KERNELS and Kernel.BIPOLAR_FUSED_WGMMA in row.kernels and tokens <= fused_limit(weight_bits)
+    few = GEMV_LIMIT_BEFORE_FUSED if fuses else GEMV_LIMIT
+    if Kernel.BIPOLAR_GEMV in row.kernels and tokens * act_bits <= few:
+        return Kernel.BIPOLAR_GEMV
     return Kernel.BIPOLAR_FUSED_WGMMA if fuses else kernel
 
 
@@ -102,8 +105,9 @@ def path_table(row: Architecture) -> list[tuple[str, str, str]]:
         memory = "memory is the limit: planes are read once"
         lines.append((f"any, tokens * A <= {GEMV_LIMIT}", Kernel.BIPOLAR_GEMV.value, memory))
     if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels:
-        why = "planes become codes within the INT8 product"
-        lines.append((f"any of INT8, tokens <= {FUSED_LIMIT}", Kernel.BIPOLAR_FUSED_WGMMA.value, why))
+        why = "planes become codes within the product"
+        limits = f"tokens <= {_FUSED_MANY}, of more than 5 weight bits {_FUSED_FEW}"
+        lines.append((f"INT8, tokens * A > {GEMV_LIMIT_BEFORE_FUSED}, {limits}", Kernel.BIPOLAR_FUSED_WGMMA.value, why))
     for p in widths:
         paths = [path_for(p, q, row) for q in widths]
         ends = [0, *(q for q, (a, b) in enumerate(pairwise(paths), 1) if a.binary is not b.binary), MAX_BITS]

@@ -20,7 +20,7 @@ from quantkit.ops.bipolar.fused import (
     fused_work,
     plan_fused,
 )
-from quantkit.ops.bipolar.plan import FUSED_LIMIT, fuses_many, kernel_for
+from quantkit.ops.bipolar.plan import GEMV_LIMIT, GEMV_LIMIT_BEFORE_FUSED, fused_limit, kernel_for
 from quantkit.ops.bipolar.product import Product
 from tests.ops.bipolar.problem import Problem
 
@@ -29,7 +29,7 @@ PROCESSORS = 132
 TILES = [
     pytest.param(
         tile,
-        id=f"w{bits}-{tile.tokens}x{tile.partners}",
+        id=f"w{bits}-{tile.tokens}",
         marks=pytest.mark.sanitize if (bits, tile.tokens) in ((3, 256), (4, 32), (8, 64)) else (),
     )
     for bits in range(1, 9)
@@ -92,10 +92,9 @@ def test_every_tile_has_a_slot_to_spare_and_two_stages(tile: FusedTile) -> None:
 def test_a_plan_covers_y_and_gives_every_block_work(weight_bits: int, shape: tuple[int, int, int]) -> None:
     m, n, k = shape
     plan = plan_fused(weight_bits, shape, PROCESSORS)
-    rows = plan.tile.rows * plan.tile.partners
-    assert plan.row_tiles * rows >= n > (plan.row_tiles - 1) * rows
+    assert plan.row_tiles * plan.tile.rows >= n > (plan.row_tiles - 1) * plan.tile.rows
     assert plan.token_tiles * plan.tile.tokens >= m > (plan.token_tiles - 1) * plan.tile.tokens
-    assert plan.grid <= PROCESSORS
+    assert plan.blocks <= PROCESSORS
     assert plan.whole_items % plan.blocks == 0 or not plan.shared_items
     assert plan.stretches == ceil(k / 1024)
     if plan.shared_items:
@@ -109,9 +108,17 @@ def test_few_tokens_take_few_columns() -> None:
     assert plan_fused(4, (4096, 12288, 12288), PROCESSORS).tile.tokens == TOKEN_TILES[-1]
 
 
-def test_weights_of_many_planes_are_expanded_for_many_tokens() -> None:
-    assert fuses_many(4)
-    assert not fuses_many(8)
-    assert kernel_for(4, 8, (4096, 4096), HOPPER) is Kernel.BIPOLAR_FUSED_WGMMA
-    assert kernel_for(8, 8, (FUSED_LIMIT, 4096), HOPPER) is Kernel.BIPOLAR_FUSED_WGMMA
-    assert kernel_for(8, 8, (FUSED_LIMIT + 1, 4096), HOPPER) is Kernel.BIPOLAR_INT8_WGMMA
+def test_weights_are_expanded_for_many_tokens_those_of_many_planes_sooner() -> None:
+    assert fused_limit(5) > fused_limit(6)
+    for bits in (4, 8):
+        limit = fused_limit(bits)
+        assert kernel_for(bits, 8, (limit, 4096), HOPPER) is Kernel.BIPOLAR_FUSED_WGMMA
+        assert kernel_for(bits, 8, (limit + 1, 4096), HOPPER) is Kernel.BIPOLAR_INT8_WGMMA
+        assert kernel_for(bits, 8, (limit, 4096), architecture(8, 0)) is Kernel.BIPOLAR_INT8_MMA
+
+
+def test_the_gemv_ends_sooner_where_the_fused_product_follows() -> None:
+    few = GEMV_LIMIT_BEFORE_FUSED // 8
+    assert kernel_for(4, 8, (few, 4096), HOPPER) is Kernel.BIPOLAR_GEMV
+    assert kernel_for(4, 8, (few + 1, 4096), HOPPER) is Kernel.BIPOLAR_FUSED_WGMMA
+    assert kernel_for(4, 8, (GEMV_LIMIT // 8, 4096), architecture(8, 0)) is Kernel.BIPOLAR_GEMV

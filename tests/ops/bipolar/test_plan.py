@@ -44,7 +44,7 @@ def test_only_kernels_of_the_gpu_are_taken(weight_bits: int, act_bits: int, row:
 def test_paths_by_widths_length_and_gpu() -> None:
     assert path_for(2, 4, HOPPER).longest == (1 << 22) // 45
     assert path_for(2, 4, HOPPER).kernel((1 << 22) // 45) is Kernel.BIPOLAR_BINARY_WGMMA
-    assert path_for(2, 4, HOPPER).kernel((1 << 22) // 45 + 1) is Kernel.BIPOLAR_FUSED_WGMMA
+    assert path_for(2, 4, HOPPER).kernel((1 << 22) // 45 + 1) is Kernel.BIPOLAR_INT8_WGMMA
     assert path_for(3, 4, HOPPER).binary is None
     assert [path_for(1, 1, row).kernel(64) for row in (AMPERE, HOPPER, BLACKWELL)] == [
         Kernel.BIPOLAR_BINARY_MMA,
@@ -55,8 +55,9 @@ def test_paths_by_widths_length_and_gpu() -> None:
 
 def test_few_tokens_take_the_gemv_where_binary_products_are_native() -> None:
     few, more = GEMV_LIMIT // 8, GEMV_LIMIT // 8 + 1
-    assert kernel_for(8, 8, (few, 4096), HOPPER) is Kernel.BIPOLAR_GEMV
-    assert kernel_for(8, 8, (more, 4096), HOPPER) is Kernel.BIPOLAR_FUSED_WGMMA
+    assert kernel_for(8, 8, (few, 4096), AMPERE) is Kernel.BIPOLAR_GEMV
+    assert kernel_for(8, 8, (more, 4096), AMPERE) is Kernel.BIPOLAR_INT8_MMA
+    assert kernel_for(1, 8, (few, 4096), HOPPER) is Kernel.BIPOLAR_GEMV
     assert kernel_for(8, 8, (few, 4096), BLACKWELL) is Kernel.BIPOLAR_INT8_MMA
 
 
