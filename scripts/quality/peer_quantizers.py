@@ -6,8 +6,7 @@ Every toolkit is imported where it is called, so that only those named need to b
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,65 +14,17 @@ from torch import Tensor
 
 from quantkit.models.families import block_linears, linear_weight
 from quantkit.models.loading import load_model, resolve_model
+from scripts.quality.llamacpp import llamacpp
+from scripts.quality.peer import Inputs, Peer, Quantized, Setting, grouped
 
 AUTOROUND_LIGHT = {"iters": 50, "lr": 5e-3}  # of its command auto-round-light
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One way to call a peer. bits: whole but for EXL3. group_size: 0 where the format has no groups."""
-
-    peer: str
-    bits: float
-    group_size: int
-
-    @property
-    def label(self) -> str:
-        """NAME:BITS:GROUP, or NAME:BITS."""
-        return f"{self.peer}:{self.bits:g}" + (f":{self.group_size}" if self.group_size else "")
-
-
-@dataclass(frozen=True)
-class Quantized:
-    """weights: [N, K] by layer, dequantized. stored_bits: of all of them, with scales and what else decodes them."""
-
-    weights: Mapping[str, Tensor]
-    stored_bits: int
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits over weights."""
-        return self.stored_bits / sum(weight.numel() for weight in self.weights.values())
-
-
-@dataclass(frozen=True)
-class Peer:
-    """package: on PyPI. module: its name in Python. how: the call, for the record. grouped: whether it has groups.
-
-    quantize: (model folder, windows [n, seq_len], setting, device) -> the quantized layers of its blocks.
-    """
-
-    package: str
-    module: str
-    quantize: Callable[[str, Tensor, Setting, str], Quantized]
-    how: str
-    grouped: bool = True
-
-
-def grouped(weights: Mapping[str, Tensor], setting: Setting, group_bits: int) -> Quantized:
-    """Layers with codes in groups along K, the last one of a row maybe narrower, and group_bits more for each."""
-    stored = 0
-    for weight in weights.values():
-        rows, columns = weight.shape
-        stored += rows * (columns * int(setting.bits) + -(-columns // setting.group_size) * group_bits)
-    return Quantized(weights, stored)
-
-
-def hqq(model: str, _windows: Tensor, setting: Setting, device: str) -> Quantized:
+def hqq(inputs: Inputs, setting: Setting) -> Quantized:
     """HQQ needs no calibration text."""
     from hqq.core.quantize import Quantizer
 
-    loaded, _ = load_model(model, dtype=torch.float32, device=device)
+    loaded, _ = load_model(inputs.model, dtype=torch.float32, device=inputs.device)
     weights = {}
     for name, module in block_linears(loaded).items():
         codes, meta = Quantizer.quantize(
@@ -82,13 +33,13 @@ def hqq(model: str, _windows: Tensor, setting: Setting, device: str) -> Quantize
             group_size=setting.group_size,
             axis=1,
             compute_dtype=torch.float16,
-            device=device,
+            device=inputs.device,
         )
         weights[name] = Quantizer.dequantize(codes, meta).float()
     return grouped(weights, setting, 32)
 
 
-def gptq(model: str, windows: Tensor, setting: Setting, device: str) -> Quantized:
+def gptq(inputs: Inputs, setting: Setting) -> Quantized:
     """GPTQModel with its defaults (group-aware activation order), but asymmetric grids; read back from its checkpoint.
 
     The layers in memory right after quantizing hold zeros in the file's convention, one below what dequantizing takes.
@@ -96,25 +47,27 @@ def gptq(model: str, windows: Tensor, setting: Setting, device: str) -> Quantize
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     config = QuantizeConfig(bits=int(setting.bits), group_size=setting.group_size, sym=False, offload_to_disk=False)
-    peer = GPTQModel.load(resolve_model(model).location, config, dtype=torch.float32, device=device)
+    peer = GPTQModel.load(resolve_model(inputs.model).location, config, dtype=torch.float32, device=inputs.device)
+    windows = inputs.calibration.windows
     rows = [{"input_ids": row[None].long(), "attention_mask": torch.ones_like(row[None])} for row in windows]
     peer.quantize(rows, batch_size=1)
     with tempfile.TemporaryDirectory() as folder:
         peer.save(folder)
-        stored = GPTQModel.load(folder, device=device, dtype=torch.float16, backend=BACKEND.GPTQ_TORCH)
+        stored = GPTQModel.load(folder, device=inputs.device, dtype=torch.float16, backend=BACKEND.GPTQ_TORCH)
         found = {name: module for name, module in stored.model.named_modules() if hasattr(module, "dequantize_weight")}
         weights = {name: module.dequantize_weight().detach().t().float() for name, module in found.items()}
     return grouped(weights, setting, 16 + int(setting.bits))
 
 
-def autoround(symmetric: bool, light: bool) -> Callable[[str, Tensor, Setting, str], Quantized]:
+def autoround(symmetric: bool, light: bool) -> Callable[[Inputs, Setting], Quantized]:
     """AutoRound with its defaults, 200 steps a block of 8 windows each, or the 50 steps of its light recipe."""
 
-    def quantize(model: str, windows: Tensor, setting: Setting, device: str) -> Quantized:
+    def quantize(inputs: Inputs, setting: Setting) -> Quantized:
         from auto_round import AutoRound
 
+        windows = inputs.calibration.windows
         batch = min(8, len(windows))  # its default
-        loaded, tokenizer = load_model(model, dtype=torch.float32, device=device)
+        loaded, tokenizer = load_model(inputs.model, dtype=torch.float32, device=inputs.device)
         rounding = AutoRound(
             loaded,
             tokenizer,
@@ -125,7 +78,7 @@ def autoround(symmetric: bool, light: bool) -> Callable[[str, Tensor, Setting, s
             nsamples=len(windows),
             seqlen=windows.shape[1],
             batch_size=batch,
-            device_map=device,
+            device_map=inputs.device,
             amp=False,  # which would round the weights to bf16 first
             enable_torch_compile=False,
             **(AUTOROUND_LIGHT if light else {}),
@@ -137,16 +90,16 @@ def autoround(symmetric: bool, light: bool) -> Callable[[str, Tensor, Setting, s
     return quantize
 
 
-def exl3(own_text: bool) -> Callable[[str, Tensor, Setting, str], Quantized]:
+def exl3(own_text: bool) -> Callable[[Inputs, Setting], Quantized]:
     """EXL3 by exllamav3's converter on a GPU, calibrated on our windows, or on as many rows of its own text as it takes
     by itself. Its rows are as long as the model's context; the head, which is ours to keep, stays as it is.
     """
 
-    def quantize(model: str, windows: Tensor, setting: Setting, device: str) -> Quantized:
+    def quantize(inputs: Inputs, setting: Setting) -> Quantized:
         from exllamav3.conversion import convert_model
         from safetensors.torch import save_file
 
-        where = Path(resolve_model(model).location)
+        where, windows = Path(resolve_model(inputs.model).location), inputs.calibration.windows
         with tempfile.TemporaryDirectory() as folder:
             work, out, rows = (Path(folder) / name for name in ("work", "out", "rows.safetensors"))
             arguments = ["-i", str(where), "-w", str(work), "-o", str(out), "-b", str(setting.bits), "-hb", "16"]
@@ -159,7 +112,7 @@ def exl3(own_text: bool) -> Callable[[str, Tensor, Setting, str], Quantized]:
             if not fine:
                 raise ValueError(error)
             convert_model.main(settings, state)
-            return _exl3_layers(out, device)
+            return _exl3_layers(out, inputs.device)
 
     return quantize
 
@@ -192,6 +145,7 @@ def _exl3_layers(folder: Path, device: str) -> Quantized:
     return Quantized(weights, stored)
 
 
+_LLAMACPP = "llama-quantize --imatrix MEAN_SQUARES"
 _EXL3 = "exllamav3.conversion.convert_model -b BITS -hb 16"
 PEERS = {
     "hqq": Peer("hqq", "hqq", hqq, "Quantizer.quantize(weight, nbits, group_size, axis=1)"),
@@ -214,6 +168,8 @@ PEERS = {
         autoround(False, True),
         "AutoRound(model, tokenizer, bits, group_size, sym=False, iters=50, lr=5e-3)",
     ),
-    "exl3": Peer("exllamav3", "exllamav3", exl3(own_text=False), f"{_EXL3} -cd WINDOWS", False),
-    "exl3-own-text": Peer("exllamav3", "exllamav3", exl3(own_text=True), f"{_EXL3} -cc CONTEXT", False),
+    "exl3": Peer("exllamav3", "exllamav3", exl3(own_text=False), f"{_EXL3} -cd WINDOWS", "BITS"),
+    "exl3-own-text": Peer("exllamav3", "exllamav3", exl3(own_text=True), f"{_EXL3} -cc CONTEXT", "BITS"),
+    "llamacpp": Peer("gguf", "gguf", llamacpp(mixed=False), f"{_LLAMACPP} --pure --tensor-type blk=TYPE", "TYPE"),
+    "llamacpp-mix": Peer("gguf", "gguf", llamacpp(mixed=True), f"{_LLAMACPP} TYPE", "TYPE"),
 }

@@ -4,10 +4,13 @@ pip install hqq gptqmodel auto-round
 python scripts/quality/peers.py MODEL --text wiki.test.jsonl --calibration c.safetensors
     --peers hqq:4:128,gptq:4:128,autoround:3:128 --seq-len 2048 --max-windows 8 --json docs/results/quality-peers.json
 
-A peer is NAME:BITS:GROUP, or NAME:BITS for exl3, which has no groups. Its weights are dequantized into a copy of the
-model, which ``quantkit eval perplexity`` then reads, and with --divergence ``quantkit eval divergence``. Calibration
-windows are those of the quantkit artifact, so that every method has seen the same tokens. Rows already in the JSON file
-are kept. GPTQModel needs GPTQMODEL_CPU_WORKERS=2 in the environment on machines of few cores; exl3 needs a GPU.
+A peer is NAME:BITS:GROUP, or NAME:BITS for exl3, which has no groups, or NAME:TYPE for llama.cpp's types (llamacpp) and
+mixtures of types (llamacpp-mix). Its weights are dequantized into a copy of the model, which ``quantkit eval
+perplexity`` then reads, and with --divergence ``quantkit eval divergence``, on other texts too. Calibration windows are
+those of the quantkit artifact, so that every method has seen the same tokens. Rows already in the JSON file are kept.
+GPTQModel needs GPTQMODEL_CPU_WORKERS=2 in the environment on machines of few cores; exl3 needs a GPU; llama.cpp's types
+need its program llama-quantize, which its CMake project builds (pip download --no-binary :all: llama-cpp-python has the
+sources).
 """
 
 from __future__ import annotations
@@ -23,18 +26,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.artifact import load_calibration
+from quantkit.calibration.artifact import Calibration, load_calibration
 from quantkit.errors import EvaluationError
 from quantkit.models.families import block_linears, linear_weight
 from quantkit.models.loading import load_model
 from scripts.common import chosen, environment_of, markdown_table, read_document, run_script, write_document
-from scripts.quality.peer_quantizers import PEERS, Setting
+from scripts.quality.llamacpp import OPTION
+from scripts.quality.peer import Inputs, Setting
+from scripts.quality.peer_quantizers import PEERS
 from scripts.quality.table import evaluation
 
 
 def setting_of(text: str) -> Setting:
-    """A peer as written on the command line. Raises EvaluationError for anything else than NAME:BITS[:GROUP]."""
+    """A peer as written on the command line. Raises EvaluationError for what is not NAME:BITS[:GROUP] or NAME:TYPE."""
     name, *sizes = text.split(":")
+    if len(sizes) == 1 and sizes[0][:1].isalpha():
+        return Setting(name, 0, 0, sizes[0])
     try:
         bits, group_size = float(sizes[0]), int(sizes[1]) if len(sizes) > 1 else 0
     except (ValueError, IndexError):
@@ -42,15 +49,17 @@ def setting_of(text: str) -> Setting:
     return Setting(name, bits, group_size)
 
 
-def check(settings: list[Setting]) -> None:
+def check(settings: list[Setting], llama_quantize: Path | None) -> None:
     """Raise QuantkitError where a peer is unknown or not installed, or the form of its setting another's."""
     for setting in settings:
         [name] = chosen("--peers", setting.peer, PEERS)
         peer = PEERS[name]
         if importlib.util.find_spec(peer.module) is None:
             raise EvaluationError(f"--peers {name}: {peer.package} is not installed: pip install {peer.package}")
-        if peer.grouped != bool(setting.group_size):
-            raise EvaluationError(f"--peers {name}: expected {name}:BITS{':GROUP' if peer.grouped else ''}")
+        if peer.form != setting.form:
+            raise EvaluationError(f"--peers {name}: expected {name}:{peer.form}")
+        if peer.form == "TYPE" and (llama_quantize is None or not llama_quantize.is_file()):
+            raise EvaluationError(f"--peers {name}: needs llama.cpp's program; name its file: {OPTION} PATH")
 
 
 def replaced(model: str, weights: Mapping[str, Tensor], folder: Path) -> None:
@@ -72,27 +81,34 @@ def shown_command(options: argparse.Namespace, setting: Setting) -> str:
     files = ["--text", Path(options.text).name, "--calibration", options.calibration.name, "--peers", setting.label]
     sizes = ["--seq-len", str(options.seq_len), "--max-windows", str(options.max_windows), "--device", options.device]
     more = ["--divergence"] if options.divergence else []
+    more += ["--other-texts", *(Path(text).name for text in options.other_texts)] if options.other_texts else []
+    more += [OPTION, options.llama_quantize.name] if setting.kind else []
     return " ".join(["python scripts/quality/peers.py", options.name, *files, *sizes, *more])
 
 
-def measure(options: argparse.Namespace, setting: Setting, windows: Tensor, work: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, setting: Setting, calibration: Calibration, work: Path) -> dict[str, Any]:
     """One row: quantize by the peer, then evaluate by quantkit."""
     peer, folder, score = PEERS[setting.peer], str(work / setting.label.replace(":", "-")), work / "e.json"
     started = time.perf_counter()
-    quantized = peer.quantize(options.model, windows, setting, options.device)
+    quantized = peer.quantize(Inputs(options.model, calibration, options.device, options.llama_quantize), setting)
     seconds = time.perf_counter() - started
     replaced(options.model, quantized.weights, Path(folder))
     row = {
         "model": options.name,
         "peer": setting.label,
         "call": peer.how,
-        "calibration_windows": len(windows),
+        "calibration_windows": len(calibration.windows),
         "bits_per_weight": quantized.bits_per_weight,
+        **quantized.told,
         "seconds": seconds,
         "evaluation": evaluation(["perplexity", folder], score, options),
     }
     if options.divergence:
         row["divergence"] = evaluation(["divergence", options.model, folder], score, options)
+    others = [argparse.Namespace(**{**vars(options), "text": text}) for text in options.other_texts]
+    if others:
+        what = ["divergence", options.model, folder]
+        row["other_divergences"] = [evaluation(what, score, other) for other in others]
     environment = environment_of(options.device, peer.package)
     return row | {"command": shown_command(options, setting), "environment": environment}
 
@@ -118,23 +134,25 @@ def main() -> None:
     parser.add_argument("--name", help="how the model is called in the results; by default as given")
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration", type=Path, required=True, help="artifact of quantkit calibrate")
-    parser.add_argument("--peers", required=True, help="comma-separated NAME:BITS:GROUP")
+    parser.add_argument("--peers", required=True, help="comma-separated NAME:BITS:GROUP, NAME:BITS or NAME:TYPE")
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--max-windows", type=int, default=8)
     parser.add_argument("--divergence", action="store_true", help="also KL to the original, on the same text")
+    parser.add_argument("--other-texts", nargs="+", default=[], help="KL to the original on these too")
+    parser.add_argument(OPTION, type=Path, help="llama.cpp's program, for its types")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
     options.name = options.name or options.model
     settings = [setting_of(text) for text in options.peers.split(",")]
-    check(settings)
-    windows = load_calibration(options.calibration).windows
+    check(settings, options.llama_quantize)
+    calibration = load_calibration(options.calibration)
     document = read_document(options.json, {"rows": []})
     done = {key_of(row) for row in document["rows"]}
     with tempfile.TemporaryDirectory() as folder:
         for setting in settings:
-            if (options.name, setting.label, len(windows)) not in done:
-                document["rows"].append(measure(options, setting, windows, Path(folder)))
+            if (options.name, setting.label, len(calibration.windows)) not in done:
+                document["rows"].append(measure(options, setting, calibration, Path(folder)))
                 write_document(options.json, document)
     print(markdown(document["rows"]))
 

@@ -14,7 +14,7 @@ from quantkit.models.families import block_linears, linear_weight
 from quantkit.models.loading import load_model
 from scripts.common import run_script
 from scripts.quality import peers, table
-from scripts.quality.peer_quantizers import Peer, Quantized, Setting, grouped
+from scripts.quality.peer import Inputs, Peer, Quantized, Setting, grouped
 from tests.cli.calls import run
 
 GROUP_BITS = 20
@@ -32,9 +32,9 @@ def test_weights_of_the_peer_are_evaluated(
     assert run(*calibrate, "--out", str(artifact)).exit_code == 0
     evaluated = {}
 
-    def halved(folder: str, windows: torch.Tensor, setting: Setting, _device: str) -> Quantized:
-        assert windows.shape == (2, 16)
-        loaded, _ = load_model(folder)
+    def halved(inputs: Inputs, setting: Setting) -> Quantized:
+        assert inputs.calibration.windows.shape == (2, 16)
+        loaded, _ = load_model(inputs.model)
         weights = {name: linear_weight(module).detach() / 2 for name, module in block_linears(loaded).items()}
         return grouped(weights, setting, GROUP_BITS)
 
@@ -47,7 +47,9 @@ def test_weights_of_the_peer_are_evaluated(
     monkeypatch.setattr(peers, "PEERS", {"half": Peer("torch", "torch", halved, "w / 2")})
     arguments = [model, "--name", "tiny", "--text", str(text_file), "--calibration", str(artifact)]
     arguments += ["--peers", "half:3:48", "--seq-len", "16", "--max-windows", "2", "--divergence"]
-    arguments += ["--json", str(document)]
+    other = tmp_path / "other.txt"
+    other.write_text(text_file.read_text()[::-1])
+    arguments += ["--other-texts", str(other), "--json", str(document)]
     monkeypatch.setattr(sys, "argv", ["peers.py", *arguments])
     peers.main()
     original = block_linears(load_model(model)[0])
@@ -61,14 +63,20 @@ def test_weights_of_the_peer_are_evaluated(
     assert (row["model"], row["peer"], row["environment"]["device"]) == ("tiny", "half:3:48", "cpu")
     assert row["calibration_windows"] == 2
     assert row["divergence"]["mean_kl"] > 0
+    assert [score["text"] for score in row["other_divergences"]] == ["other.txt"]
+    assert row["other_divergences"][0]["mean_kl"] != row["divergence"]["mean_kl"]
     assert str(tmp_path) not in json.dumps(row)  # a reader's command, not this machine's folders
     assert "| tiny | half:3:48 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("text", "setting"),
-    [("gptq:4:128", Setting("gptq", 4, 128)), ("exl3:2.5", Setting("exl3", 2.5, 0))],
-    ids=["groups", "half-a-bit"],
+    [
+        ("gptq:4:128", Setting("gptq", 4, 128)),
+        ("exl3:2.5", Setting("exl3", 2.5, 0)),
+        ("llamacpp:IQ2_XXS", Setting("llamacpp", 0, 0, "IQ2_XXS")),
+    ],
+    ids=["groups", "half-a-bit", "type"],
 )
 def test_a_setting_reads_as_it_is_written(text: str, setting: Setting) -> None:
     assert peers.setting_of(text) == setting
