@@ -12,7 +12,7 @@
 #include "cluster.cuh"
 #include "counts.cuh"
 
-constexpr int kSharedItems = 2;  // that a block has a share of, at most
+constexpr int kSharedItems = QK_SHARED_ITEMS;  // that a block has a share of, at most
 
 struct ItemPlan {
     int items, wholeItems, kTiles;  // wholeItems: a multiple of the blocks, or all; kTiles: of an item

@@ -31,7 +31,7 @@ from quantkit.ops.bcq.experts_layouts import (
     experts_gemm_units,
     plan_experts,
 )
-from quantkit.ops.bcq.gemm import GEMM_TYPES, TOKEN_BAND, arrange_launch, gemm_kernel, is_vectors
+from quantkit.ops.bcq.gemm import GEMM_TYPES, arrange_launch, gemm_kernel, is_vectors
 from quantkit.ops.bcq.gemm_launch import gemm_problem
 from quantkit.ops.bcq.instances import (
     ARRANGE_SOURCE,
@@ -47,6 +47,7 @@ from quantkit.ops.bcq.instances import (
 from quantkit.ops.bcq.layout import BcqTiles, tile_counts
 from quantkit.ops.bcq.plan import plan_gemv
 from quantkit.ops.bcq.product import activation_segment, group_magic, weight_args
+from quantkit.ops.items import TOKEN_BAND
 
 GEMV_SOURCE = KernelSource("bcq/experts_gemv.cu", CONSTANTS)
 ARRANGE = CompileUnit(ARRANGE_SOURCE, "bcqExpertsArrange")

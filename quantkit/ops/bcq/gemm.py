@@ -37,6 +37,7 @@ from quantkit.ops.bcq.instances import (
     GemvCase,
 )
 from quantkit.ops.bcq.order import Order, offsets_apart, orders_of
+from quantkit.ops.items import SHARED_ITEMS, shares
 
 FUSED = (Kernel.BCQ_GEMM_WGMMA, Kernel.BCQ_GEMM_MMA)
 """The fused products; a generation has one of them."""
@@ -46,9 +47,7 @@ _SHORT_BYTES, _VECTOR_BYTES = 2, 16
 VECTOR_VALUES = _VECTOR_BYTES // _SHORT_BYTES
 """Elements of x in 16 bytes."""
 _PANEL_ROW_BYTES = PANEL_K * _SHORT_BYTES
-TOKEN_BAND = 4  # tiles of tokens that blocks work on at once, for x and the weights to stay in L2
 _HALF_TILES = 2  # of a k tile: segments of as many or fewer do not change within them
-_SHARED_ITEMS = 2  # that a block has a share of, at most
 _FEW_BITS = 4  # planes up to which shared memory carries the other shapes at any group size
 # (tokens, row groups, phases, slots) of an instance's tile, block and rings.
 _WARPGROUP_SHAPES = (
@@ -154,7 +153,7 @@ class GemmLayout:
     def partial_floats(self) -> int:
         """Sums of shared items that blocks write to memory for each other."""
         consumers = self.shape.groups * GROUP_WARPS * WARP_THREADS
-        return self.grid * _SHARED_ITEMS * self.shape.tokens // 2 * consumers if self.shared_items else 0
+        return self.grid * SHARED_ITEMS * self.shape.tokens // 2 * consumers if self.shared_items else 0
 
 
 @dataclass(frozen=True)
@@ -242,12 +241,8 @@ def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
         return
     sizes = stages, 2 * GEMM_BARRIER_BYTES + own + stages * shape.stage_bytes
     items, processors = ranges * token_tiles, it.gpu.processors // shape.partners
-    yield GemmLayout(shape, ranges, token_tiles, items, min(items, processors), *sizes)
-    whole = items // processors * processors
-    even = processors // items * items  # blocks that have a share of one item each
-    for blocks in dict.fromkeys((processors, even) if even > items else (processors,)):
-        if whole < items and blocks <= (items - whole) * it.k_tiles:  # every block has a share
-            yield GemmLayout(shape, ranges, token_tiles, whole, blocks, *sizes)
+    for whole, blocks in shares(items, it.k_tiles, processors):
+        yield GemmLayout(shape, ranges, token_tiles, whole, blocks, *sizes)
 
 
 def gemm_layouts(it: GemmProblem) -> list[GemmLayout]:

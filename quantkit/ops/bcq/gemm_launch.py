@@ -22,7 +22,6 @@ from quantkit.cuda.parameters import Argument, Within
 from quantkit.cuda.tensor_map import TensorMap
 from quantkit.ops.bcq.gemm import (
     ARRANGE,
-    TOKEN_BAND,
     VECTOR_VALUES,
     GemmLayout,
     GemmProblem,
@@ -35,6 +34,7 @@ from quantkit.ops.bcq.gemm import (
 from quantkit.ops.bcq.instances import FLOAT_BYTES, PANEL_K, TILE_K
 from quantkit.ops.bcq.layout import BcqSizes, BcqTiles, tile_counts
 from quantkit.ops.bcq.product import Product, activation_segment, group_magic, weight_args
+from quantkit.ops.items import TOKEN_BAND
 
 _PLANS = 4096  # that are kept: some shapes, with many numbers of tokens each
 _ALIGNMENT = 256  # bytes, that of an allocation

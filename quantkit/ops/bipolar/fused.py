@@ -31,6 +31,7 @@ from quantkit.ops.bipolar.instances import (
 )
 from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES
 from quantkit.ops.bipolar.product import Product
+from quantkit.ops.items import SHARED_ITEMS, TOKEN_BAND, shares
 
 _STAGE_BYTES = 32 << 10
 _SOURCE = KernelSource("bipolar/gemm_fused.cu", {**CONSTANTS, "FUSED_STAGE_BYTES": _STAGE_BYTES})
@@ -38,8 +39,6 @@ TOKEN_TILES = (32, 64, 128, 256)
 """Tokens of an item."""
 _MANY_TOKENS = 128  # from which stages of x are short
 _MOST_SLOTS, _MOST_STAGES = 8, 4
-_TOKEN_BAND = 4  # tiles of tokens that blocks work on at once, for x and the weights to stay in L2
-_SHARED_ITEMS = 2  # that a block has a share of, at most
 _WORD_BYTES = 4
 # Clocks as the layouts are compared by, of an H200: of a product per column, bytes of a processor per clock from L2
 # and from memory, and of sums that pass through L2; and what handing these over takes at least.
@@ -105,14 +104,14 @@ class FusedPlan:
     @property
     def partial_words(self) -> int:
         """Sums that blocks leave for each other."""
-        return self.blocks * _SHARED_ITEMS * self.tile.rows * self.tile.tokens if self.shared_items else 0
+        return self.blocks * SHARED_ITEMS * self.tile.rows * self.tile.tokens if self.shared_items else 0
 
     def clocks(self) -> float:
         """What the launch takes, expected."""
         whole = ceil(self.whole_items / self.blocks) * self.stretches
         shared = ceil(self.shared_items * self.stretches / self.blocks)
         even = not self.shared_items or self.blocks % self.shared_items == 0
-        handover = (1 if even else _SHARED_ITEMS) * self.tile.handover_clocks() if self.shared_items else 0
+        handover = (1 if even else SHARED_ITEMS) * self.tile.handover_clocks() if self.shared_items else 0
         return (whole + shared) * self.tile.stretch_clocks() + handover
 
 
@@ -171,13 +170,9 @@ def fused_layouts(tile: FusedTile, shape: tuple[int, int, int], processors: int)
     """The layouts of a tile for shape (M, N, K): whole items alone, and those of the last round shared."""
     m, n, k = shape
     counts = ceil(n / tile.rows), ceil(m / tile.tokens)
-    items, stretches = counts[0] * counts[1], ceil(k / BITS_PER_LINE)
-    yield FusedPlan(tile, *counts, items, min(items, processors), stretches)
-    whole = items // processors * processors
-    even = processors // items * items  # blocks that have a share of one item each
-    for blocks in dict.fromkeys((processors, even) if even > items else (processors,)):
-        if whole < items and blocks <= (items - whole) * stretches:  # every block has a share
-            yield FusedPlan(tile, *counts, whole, blocks, stretches)
+    stretches = ceil(k / BITS_PER_LINE)
+    for whole, blocks in shares(counts[0] * counts[1], stretches, processors):
+        yield FusedPlan(tile, *counts, whole, blocks, stretches)
 
 
 @cache
@@ -220,7 +215,7 @@ def fused_launch(
             "dtype": DTYPE_CODES[product.y.dtype],
             "rowTiles": plan.row_tiles,
             "tokenTiles": plan.token_tiles,
-            "tokenBand": _TOKEN_BAND,
+            "tokenBand": TOKEN_BAND,
             "wholeItems": plan.whole_items,
         },
         overlap=product.weights_ready,

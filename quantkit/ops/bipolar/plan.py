@@ -103,7 +103,8 @@ def path_table(row: Architecture) -> list[tuple[str, str, str]]:
     lines = [("any, per group or A16", "bcq kernels", "the same weight with scales s * 2^i; activations rounded first")]
     if Kernel.BIPOLAR_GEMV in row.kernels:
         memory = "memory is the limit: planes are read once"
-        lines.append((f"any, tokens * A <= {GEMV_LIMIT}", Kernel.BIPOLAR_GEMV.value, memory))
+        sooner = f", INT8 <= {GEMV_LIMIT_BEFORE_FUSED}" if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels else ""
+        lines.append((f"any, tokens * A <= {GEMV_LIMIT}{sooner}", Kernel.BIPOLAR_GEMV.value, memory))
     if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels:
         why = "planes become codes within the product"
         limits = f"tokens <= {_FUSED_MANY}, of more than 5 weight bits {_FUSED_FEW}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -24,6 +25,12 @@ def lines_of(tiles: Tensor, count: int, *, as_bytes: bool) -> Tensor:
     if not as_bytes:
         return lines
     return lines.unflatten(-1, (-1, LINE_BYTES // CHUNK_BYTES, CHUNK_BYTES)).transpose(-1, -2).flatten(-3)
+
+
+def hopper_only() -> None:
+    """Skip the test on another GPU."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("warpgroup products need compute capability 9.0")
 
 
 class Problem:

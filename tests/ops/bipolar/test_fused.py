@@ -22,7 +22,7 @@ from quantkit.ops.bipolar.fused import (
 )
 from quantkit.ops.bipolar.plan import GEMV_LIMIT, GEMV_LIMIT_BEFORE_FUSED, fused_limit, kernel_for
 from quantkit.ops.bipolar.product import Product
-from tests.ops.bipolar.problem import Problem
+from tests.ops.bipolar.problem import Problem, hopper_only
 
 HOPPER = architecture(9, 0)
 PROCESSORS = 132
@@ -52,8 +52,7 @@ def run(product: Product, plan: FusedPlan) -> torch.Tensor:
 @pytest.mark.cuda
 @pytest.mark.parametrize("tile", TILES)
 def test_every_tile_and_layout_equals_the_reference(tile: FusedTile) -> None:
-    if torch.cuda.get_device_capability() != HOPPER.capability:
-        pytest.skip("warpgroup products need compute capability 9.0")
+    hopper_only()
     for i, shape in enumerate(SHAPES):
         dtype = (torch.float16, torch.bfloat16, torch.float32)[i % 3]
         problem = Problem(shape, tile.weight_bits, 8, dtype, zero=i % 2 == 1)
@@ -67,8 +66,7 @@ def test_every_tile_and_layout_equals_the_reference(tile: FusedTile) -> None:
 @pytest.mark.parametrize(("weight_bits", "tokens"), [(4, 256), (2, 64), (8, 128)], ids=str)
 def test_blocks_of_several_items_equal_each_other(weight_bits: int, tokens: int) -> None:
     """Whole items in rounds, then shared ones; weights in few rows, and in many."""
-    if torch.cuda.get_device_capability() != HOPPER.capability:
-        pytest.skip("warpgroup products need compute capability 9.0")
+    hopper_only()
     problem = Problem((1500, 6104, 2100), weight_bits, 8, torch.float16)
     product = problem.product(True, expanded=False)
     results = [

@@ -15,25 +15,19 @@ from quantkit.ops.bipolar.launch import expand, gemv_launch, mma_launch, quantiz
 from quantkit.ops.bipolar.layout import plane_row_sums, tile_lines, tile_weight, untile_lines
 from quantkit.ops.bipolar.op import bipolar_prepared_linear
 from quantkit.ops.bipolar.plan import GEMV_LIMIT
-from tests.ops.bipolar.problem import Problem, lines_of
+from tests.ops.bipolar.problem import Problem, hopper_only, lines_of
 
 PAIRS = [(p, q) for p in range(1, 9) for q in range(1, 9)]
 SHAPES = [(1, 5, 40), (7, 65, 1030), (65, 130, 264), (130, 257, 2050), (300, 520, 4096)]
 TILES = [tile for p, q in binary_pairs() for tile in wgmma_tiles(p, q, False)] + wgmma_tiles(1, 1, True)
 CUDA = torch.device("cuda")
 SANITIZED = pytest.mark.sanitize
-HOPPER = (9, 0)
 WARP_PAIRS = [
     pytest.param(p, q, marks=SANITIZED if (p, q) in ((1, 1), (2, 3)) else (), id=f"w{p}a{q}") for p, q in binary_pairs()
 ]
 DTYPES = [pytest.param(torch.float16, marks=SANITIZED), torch.bfloat16, torch.float32]
 QUANTIZED_LENGTHS = [pytest.param(40, marks=SANITIZED), pytest.param(1030, marks=SANITIZED), 4096, 20000]
 FLOAT32_INTEGERS = 1 << 24
-
-
-def _hopper_only() -> None:
-    if torch.cuda.get_device_capability() != HOPPER:
-        pytest.skip("warpgroup products need compute capability 9.0")
 
 
 @pytest.mark.cuda
@@ -76,7 +70,7 @@ def test_op_equals_the_reference(weight_bits: int, act_bits: int, shape: tuple[i
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_wgmma_tile_equals_the_reference(tile: WgmmaTile, dtype: torch.dtype) -> None:
-    _hopper_only()
+    hopper_only()
     bits = (5, 7) if tile.as_bytes else (tile.planes_w, tile.planes_x)
     for shape in SHAPES:
         problem = Problem(shape, *bits, dtype)
@@ -90,7 +84,7 @@ def test_every_wgmma_tile_equals_the_reference(tile: WgmmaTile, dtype: torch.dty
 @pytest.mark.parametrize("widths", [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (5, 7)], ids=str)
 def test_blocks_of_several_tiles_equal_the_warp_products(widths: tuple[int, int], k: int) -> None:
     """Four rounds of the largest tile on 132 multiprocessors, with one, three and five k tiles of bits each."""
-    _hopper_only()
+    hopper_only()
     problem, as_bytes = Problem((3000, 6104, k), *widths, torch.float16), widths == (5, 7)
     product = problem.product(as_bytes)
     mma_launch(product, as_bytes=as_bytes).run()

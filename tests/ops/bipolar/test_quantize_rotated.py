@@ -12,7 +12,7 @@ from quantkit.formats.hadamard import SIGN_WORDS, block_width, inverse_root, rot
 from quantkit.formats.planes import pack_codes
 from quantkit.ops.bipolar.instances import WgmmaTile, binary_pairs, wgmma_tiles
 from quantkit.ops.bipolar.launch import gemv_launch, mma_launch, quantize_tiles, wgmma_launch
-from tests.ops.bipolar.problem import Problem, lines_of
+from tests.ops.bipolar.problem import Problem, hopper_only, lines_of
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 CODINGS = [
@@ -103,8 +103,7 @@ def test_the_gemv_with_a_zero_equals_the_reference(weight_bits: int, tokens: int
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tile", ZERO_TILES, ids=str)
 def test_every_wgmma_tile_with_a_zero_equals_the_reference(tile: WgmmaTile, dtype: torch.dtype) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("warpgroup products need compute capability 9.0")
+    hopper_only()
     bits = (5, 7) if tile.as_bytes else (tile.planes_w, tile.planes_x)
     for shape in ((65, 130, 264), (300, 520, 4096)):
         problem = Problem(shape, *bits, dtype, zero=True)
