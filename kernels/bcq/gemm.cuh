@@ -14,8 +14,9 @@
 //   work         of blocks, and sums of items that several of them share: items.cuh
 //   sums         of phases are added in order
 //
-//   shared memory: barriers | x [stage] | rings [warp][slot] {planes, scales} | tables [warp][2] | sums
+//   shared memory: barriers | x [stage] | rings [warp][slot] {planes, scales} | tables [warp][2] | sums | sums of x
 //                  sums [phase but the first][4 sums][thread of the phase] float4
+//                  numbers (gemm_numbers.cuh) have sums of x and no tables
 #pragma once
 #include "arrange.cuh"
 #include "grid.cuh"
@@ -27,7 +28,7 @@ constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int kTileWords = 2 * kChunkWords;  // of each lane, of a k tile
 constexpr int kPanelWords = kTileWords / kTilePanels;
 constexpr int kMostStages = QK_GEMM_MOST_STAGES, kBarrierBytes = QK_GEMM_BARRIER_BYTES;
-static_assert(2 * kMostStages * sizeof(uint64) <= kBarrierBytes, "two barriers a stage");
+static_assert(3 * kMostStages * sizeof(uint64) <= kBarrierBytes, "three barriers a stage");
 
 // The parameters of a kernel.
 struct GemmProblem {
@@ -78,9 +79,10 @@ struct StagePlace {
 };
 
 // Sizes of an instance.
-template <class Expansion, int kTokens_, int kRowGroups_, int kPhases_, int kSlots_, bool kFine_ = false,
+template <class Expansion_, int kTokens_, int kRowGroups_, int kPhases_, int kSlots_, bool kFine_ = false,
           int kPartners_ = 1>
 struct GemmShape {
+    using Expansion = Expansion_;
     static constexpr int kBits = Expansion::kBits, kDtype = Expansion::kDtype;
     static constexpr bool kCodes = Expansion::kCodes;
     using Words = typename Expansion::Words;
@@ -90,6 +92,8 @@ struct GemmShape {
     using Work = BlockWork<kPartners>;
     // Registers of many tokens leave no room for two forms of a tile's products: an instance has one of them.
     static constexpr bool kFine = kFine_, kBothForms = kCodes && kTokens <= QK_GEMM_FEW_TOKENS;
+    // Whether warpgroups multiply numbers, of few tokens, in the place of levels.
+    static constexpr bool kNumbers = Expansion::kGrid && kTokens <= QK_GEMM_NUMBER_TOKENS && !kFine;
     static constexpr int kGroups = kRowGroups * kPhases, kConsumers = kGroups * kGroupThreads;
     static constexpr int kPanels = kTokens <= 32 ? 4 : kTokens <= 64 ? 2 : 1;  // of a stage of x
     static constexpr int kStageBytes = kPanels * kTokens * kPanelRowBytes, kTileStages = kTilePanels / kPanels;

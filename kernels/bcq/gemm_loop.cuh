@@ -1,7 +1,7 @@
 // A whole fused product (gemm.cuh): the consumers' loop over segments, and who does what.
 #pragma once
+#include "gemm_numbers.cuh"
 #include "gemm_sums.cuh"
-#include "gemm_tile.cuh"
 #include "gemm_weights.cuh"
 
 // Turn the consumers' sums of a segment into y, or leave them to the block that does.
@@ -24,34 +24,43 @@ __device__ __forceinline__ void finishSegment(float* acc, const GemmProblem& p, 
 template <class S, class Products>
 __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     extern __shared__ unsigned char dynamicShared[];
+    constexpr bool kNumbers = S::kNumbers && Products::kCollective, kByWarp = kNumbers || !Products::kCollective;
+    constexpr bool kShares = !kNumbers || S::kGroups <= 4;  // registers: else all warps have enough
     const uint32 barriers = (sharedAddress(dynamicShared) + kBarrierBytes - 1) & ~uint32(kBarrierBytes - 1);
     const uint32 stages = barriers + kBarrierBytes, rings = stages + p.stages * S::kStageBytes;
     const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0), lane = threadIdx.x % kWarpSize;
-    prepareBarriers<S, Products>(barriers, p.stages, S::kPartners);
+    prepareBarriers<S, Products, kByWarp>(barriers, p.stages, S::kPartners, kNumbers);
     if constexpr (S::kPartners > 1) meetCluster();  // what the partner's copies and arrivals find
     else __syncthreads();
     allowNextKernel();
-    if (warp >= S::kGroups * kGroupWarps) {
-        Products::template registers<S::kGroups, false>();
+    constexpr int kRings = S::kGroups * kGroupWarps;
+    if (warp >= kRings) {
+        if constexpr (kShares) Products::template registers<S::kGroups, false, kNumbers>();
         if (Products::copies(warp % kGroupWarps)) copyX<S, Products>(p, barriers);
+        if constexpr (kNumbers) {
+            const uint32 sums = rings + kRings * WeightRing<S>::bytesOf(p) + kPhaseSums<S>;
+            if (warp > kRings) sumStages<S>(p, barriers, stages, sums, warp - kRings - 1, lane);
+        }
         __syncwarp();
         if constexpr (S::kPartners > 1) meetCluster();  // its copies have arrived here, and its arrivals
         return;
     }
 
-    Products::template registers<S::kGroups, true>();
-    const Consumer own = Consumer::of<Products::kCollective, S::kRowGroups>(warp, lane);
+    if constexpr (kShares) Products::template registers<S::kGroups, true, kNumbers>();
+    const Consumer own = Consumer::of<!kByWarp, S::kRowGroups>(warp, lane);
     WeightRing<S> ring(p, own.phase, own.tile);
-    const uint32 tableBytes = p.segments * S::kSegmentTable, allTables = rings + S::kGroups * kGroupWarps * ring.bytes();
+    const uint32 tableBytes = kNumbers ? 0 : p.segments * S::kSegmentTable, allTables = rings + kRings * ring.bytes();
     TilePlace at(rings + warp * ring.bytes(), ring.bytes(), allTables + warp * 2 * tableBytes, tableBytes);
     uint32 laneBytes = lane * kVectorBytes;
     keepInRegister(laneBytes);
     ring.begin(at.firstSlot, laneBytes);
-    const uint32 sums = allTables + S::kGroups * kGroupWarps * 2 * tableBytes;
+    const uint32 sums = allTables + kRings * 2 * tableBytes, sumsOfX = sums + kPhaseSums<S>;
     const TableMaker<typename S::Row> maker(lane, p.entries, p.scaleBits, p.segments);
-    copyWait<S::kSlots - 2>();
-    __syncwarp();
-    maker.make(at.slot + S::kPlaneBytes, at.tables);
+    if constexpr (!kNumbers) {
+        copyWait<S::kSlots - 2>();
+        __syncwarp();
+        maker.make(at.slot + S::kPlaneBytes, at.tables);
+    }
     StagePlace place{0, 0};
     place.advance(own.phase * S::kTileStages, p.stages);
     int k = own.phase;  // phases take the block's k tiles in turn, across its segments
@@ -63,6 +72,15 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
         float acc[S::kTokens / 2] = {};
 #pragma unroll 1
         for (; k < segment.tiles; k += S::kPhases) {
+            if constexpr (kNumbers) {
+                copyWait<S::kSlots - 2>();
+                __syncwarp();  // this tile is there for all lanes, and all have read the slot that is filled next
+                ring.fetch();
+                multiplyNumbers<S, Products>(acc, p, own, at.slot, barriers, stages, sumsOfX, place);
+                at.advance(ring.slotBytes);
+                place.advance((S::kPhases - 1) * S::kTileStages, p.stages);
+                continue;
+            }
             ring.fetch();
             __syncwarp();
             if (S::kFine || (S::kBothForms && p.segments > kTileWords / kChunkWords)) {

@@ -3,11 +3,12 @@
 #include "gemm.cuh"
 #include "../shared/wgmma.cuh"
 
-// A warp's registers: what a launch allots, in steps of 8, less what the copying warps keep. More is never handed out.
-template <int kGroups, bool kConsumes>
+// A warp's registers: what a launch allots, in steps of 8, less what the copying warps keep, which may sum x as well. More
+// is never handed out.
+template <int kGroups, bool kConsumes, bool kSums>
 __device__ __forceinline__ void shareRegisters() {
     constexpr int kAll = QK_PROCESSOR_REGISTERS, kMost = 240, kStep = 8;
-    constexpr int kKept = kGroups <= 3 ? 40 : kGroups == 4 ? 32 : 24;  // four groups get no more for a step less
+    constexpr int kKept = kSums ? 56 : kGroups <= 3 ? 40 : kGroups == 4 ? 32 : 24;  // four groups get no more for a step less
     constexpr int kLaunched = kAll / (kGroupThreads * (kGroups + 1)) / kStep * kStep;
     constexpr int kShare = (kLaunched * (kGroups + 1) - kKept) / kGroups / kStep * kStep;
     if constexpr (kConsumes) takeRegisters<(kShare < kMost ? kShare : kMost)>();
@@ -46,17 +47,18 @@ struct WarpgroupProducts {
     };
     static __device__ __forceinline__ bool copies(int warp) { return warp == 0 && electLane(); }
 
-    template <int kGroups, bool kConsumes>
-    static __device__ __forceinline__ void registers() { shareRegisters<kGroups, kConsumes>(); }
+    template <int kGroups, bool kConsumes, bool kSums = false>
+    static __device__ __forceinline__ void registers() { shareRegisters<kGroups, kConsumes, kSums>(); }
 
     uint32 start;  // lower half of the descriptor of a stage
 
     __device__ __forceinline__ void take(uint32 stage, int) { start = uint32(operandDescriptor(0)) | (stage & 0x3FFFF) >> 4; }
     __device__ __forceinline__ void fence() { productFence(); }
+    template <bool kKeep = true>
     __device__ __forceinline__ void add(float* acc, uint32 a0, uint32 a1, uint32 a2, uint32 a3, int panel, int step) {
         const uint32 bytes = panel * kTokens * kPanelRowBytes + step * kWgmmaDepthBytes;
         constexpr uint64 kUpper = operandDescriptor(0) >> 32 << 32;
-        RegisterProduct<kDtype, kTokens>::add(acc, a0, a1, a2, a3, kUpper | (start + (bytes >> 4)));
+        RegisterProduct<kDtype, kTokens>::template add<kKeep>(acc, a0, a1, a2, a3, kUpper | (start + (bytes >> 4)));
     }
     __device__ __forceinline__ void commit() { productCommit(); }
     template <int kPending>
@@ -111,7 +113,7 @@ struct WarpProducts {
         }
     };
     static __device__ __forceinline__ bool copies(int) { return true; }
-    template <int kGroups, bool kConsumes>
+    template <int kGroups, bool kConsumes, bool kSums = false>
     static __device__ __forceinline__ void registers() {}
 
     uint32 start, swizzle;

@@ -2,6 +2,10 @@
 #pragma once
 #include "gemm.cuh"
 
+// Bytes of the sums that phases leave for the first.
+template <class S>
+constexpr uint32 kPhaseSums = (S::kPhases - 1) * (S::kConsumers / S::kPhases) * (S::kTokens / 8) * kVectorBytes;
+
 // Add the sums of all phases, in order, to those of the first. start: shared address of where the others leave theirs.
 template <class S>
 __device__ __forceinline__ void addPhases(float* acc, int phase, uint32 start) {

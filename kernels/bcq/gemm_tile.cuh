@@ -2,7 +2,7 @@
 //
 // Products: kCollective, whether the four warps of a group multiply together; kCopyArrivals, threads that arrive for a
 // stage of x; copies(warp), whether a thread of the copying group copies; Copies, how: x in order, or rows of x as
-// it is, given as [M, K] or, to WarpgroupProducts, as the address of its tensor map; registers<groups, consumes>(), a
+// it is, given as [M, K] or, to WarpgroupProducts, as the address of its tensor map; registers<groups, consumes, sums>(), a
 // warp's share of the registers; take() a stage; add() four registers of A times 16 columns of it, fence() before and
 // commit() behind such; wait<n>() for all but the last n commits.
 #pragma once
@@ -14,6 +14,7 @@ struct Consumer {
     uint32 lane;
     bool signals;             // whether this thread says that a stage of x is read
 
+    // kCollective: whether one thread says so for four warps.
     template <bool kCollective, int kRowGroups>
     __device__ __forceinline__ static Consumer of(int warp, int lane) {
         const int group = warp / kGroupWarps;
@@ -38,13 +39,13 @@ struct TilePlace {
     }
 };
 
-// The barriers of the stages of x: filled, read.
-template <class S, class Products>
-__device__ __forceinline__ void prepareBarriers(uint32 barriers, int stages, int partners) {
+// The barriers of the stages of x: filled, read, summed. kByWarp: whether every consumer warp says that a stage is read.
+template <class S, class Products, bool kByWarp = !Products::kCollective>
+__device__ __forceinline__ void prepareBarriers(uint32 barriers, int stages, int partners, bool summed = false) {
     if (threadIdx.x >= stages) return;
     barrierInit(barriers + threadIdx.x * sizeof(uint64), Products::kCopyArrivals);
-    barrierInit(barriers + (kMostStages + threadIdx.x) * sizeof(uint64),
-                S::kRowGroups * (Products::kCollective ? 1 : kGroupWarps) * partners);
+    barrierInit(barriers + (kMostStages + threadIdx.x) * sizeof(uint64), S::kRowGroups * (kByWarp ? kGroupWarps : 1) * partners);
+    if (summed) barrierInit(barriers + (2 * kMostStages + threadIdx.x) * sizeof(uint64), 1);
 }
 
 // Add the products of a k tile to the sums, and make the tables of the one behind it, if there is one. kFine: whether

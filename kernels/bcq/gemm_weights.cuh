@@ -18,6 +18,9 @@ struct WeightRing {
     __device__ __forceinline__ WeightRing(const GemmProblem& p, int phase, int tile)
         : p(p), tile(tile), slotBytes(S::kPlaneBytes + scaleVectors() * kVectorBytes), index(-1), tiles(0), kTile(phase) {}
 
+    static __device__ __forceinline__ uint32 bytesOf(const GemmProblem& p) {
+        return S::kSlots * (S::kPlaneBytes + p.segments * (p.entries * p.scaleBits / kBitsPerByte) * kVectorBytes);
+    }
     __device__ __forceinline__ uint32 groupVectors() const { return p.entries * p.scaleBits / kBitsPerByte; }
     __device__ __forceinline__ uint32 scaleVectors() const { return p.segments * groupVectors(); }
     __device__ __forceinline__ uint32 bytes() const { return S::kSlots * slotBytes; }

@@ -14,6 +14,29 @@ constexpr uint32 kLowCode = 0x001E001Eu, kHighCode = 0x01E001E0u;  // nibbles fr
 constexpr uint32 kHalfLow = 0x64006400u, kHalfHigh = 0x54005400u, kHalfLowLess = 0xE40FE40Fu, kHalfHighLess = 0xD4F0D4F0u;
 constexpr uint32 kBfloat = 0x43004300u, kBfloatLess = 0xC30FC30Fu;
 
+// Numbers as products take them without a level (grid_step.cuh): the bits of c from bit 5 on under a zero exponent of fp16,
+// c 2^-19, or from bit 1 under that of 128 of bf16. What a step is multiplied by then, and the excess of n over 2 c - 15.
+template <int kDtype>
+struct GridUnits {
+    static constexpr bool kHalf = kDtype == kFloat16;
+    static constexpr float kUnit = kHalf ? 1 << 20 : 1, kExcess = kHalf ? 15 : 143;
+};
+
+// The four pairs of numbers of a word.
+template <int kDtype>
+__device__ __forceinline__ void numbersOf(uint32 word, uint32 (&pairs)[kWordPairs]) {
+    const uint32 turned = __byte_perm(word, 0, kSwapBytes);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint32 own = i ? turned : word;
+        if constexpr (kDtype == kFloat16) {
+            pairs[2 * i] = (own & kLowCode) * 16, pairs[2 * i + 1] = own & kHighCode;
+        } else {
+            pairs[2 * i] = maskedOr(own, kLowCode, kBfloat), pairs[2 * i + 1] = maskedOr(own >> 4, kLowCode, kBfloat);
+        }
+    }
+}
+
 // The levels of one row's group in registers.
 template <bool kAdds, int kDtype>
 struct GridLevels {
@@ -74,12 +97,12 @@ struct GridWords {
     }
 };
 
-template <bool kAdds, int kDtype_>
+template <bool kAdds_, int kDtype_>
 struct GridExpansion {
     static constexpr int kBits = kGridPlanes, kDtype = kDtype_;
-    static constexpr bool kCodes = true;
+    static constexpr bool kCodes = true, kGrid = true, kAdds = kAdds_;
     using Words = GridWords;
-    using Row = GridLevels<kAdds, kDtype_>;
+    using Row = GridLevels<kAdds_, kDtype_>;
 };
 
 template <int kOrder, int kBits, bool kAdds, int kDtype>

@@ -20,8 +20,8 @@ struct GridProduct {
     static constexpr int kSumBytes = kTileSegments * kTokens * int(sizeof(float));
     static constexpr int kSegmentWords = kWordsPerTileRow / kTileSegments;
     static constexpr bool kRing = true, kHalf = kDtype == kFloat16;
-    // What sums of numbers from bit 1 count beside those from bit 5, and both in 2 c; the excess of n over 2 c - 15.
-    static constexpr float kLowUnit = kHalf ? 16 : 1, kUnit = kHalf ? 1 << 20 : 1, kExcess = kHalf ? 15 : 143;
+    static constexpr float kLowUnit = kHalf ? 16 : 1;  // what sums of numbers from bit 1 count beside those from bit 5
+    static constexpr float kUnit = GridUnits<kDtype>::kUnit, kExcess = GridUnits<kDtype>::kExcess;
 
     uint32 vector, entry, quad;
     uint4 codes[kGridPlanes];  // of the tile at hand

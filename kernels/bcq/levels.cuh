@@ -206,7 +206,7 @@ struct PlaneWords {
 template <int kBits_, template <int> class Block, bool kAdds, int kDtype_>
 struct LevelExpansion {
     static constexpr int kBits = kBits_, kDtype = kDtype_;
-    static constexpr bool kCodes = Block<firstPlanes(kBits_)>::kStoredAsCodes;
+    static constexpr bool kCodes = Block<firstPlanes(kBits_)>::kStoredAsCodes, kGrid = false;
     using Words = PlaneWords<kBits_, Block>;
     using Row = Levels<kBits_, kAdds, kDtype_>;
 };

@@ -179,7 +179,7 @@ __device__ __forceinline__ void takeRegisters() {
 }
 
 // Products of 16-bit floats with A, 64 rows of weights, in registers: a0 to a3 as in halfMma16 for the 16 rows of every
-// warp. D as above, fp32.
+// warp. D as above, fp32; without kKeep it starts from zero.
 #define WG_L8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define WG_L16 WG_L8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define WG_F8(i) \
@@ -188,23 +188,25 @@ __device__ __forceinline__ void takeRegisters() {
 #define WG_F32(i) WG_F8(i), WG_F8(i + 8), WG_F8(i + 16), WG_F8(i + 24)
 template <int kDtype, int kColumns>
 struct RegisterProduct;
-#define WG_REGISTERS(dtype, type, columns, list, a, b, c, e, f, ...) \
+#define WG_REGISTERS(dtype, type, columns, list, a, b, c, e, f, k, ...) \
     template <> \
     struct RegisterProduct<dtype, columns> { \
+        template <bool kKeep = true> \
         __device__ static __forceinline__ void add(float* d, uint32 a0, uint32 a1, uint32 a2, uint32 a3, \
                                                    uint64 descB) { \
-            asm volatile("{.reg .pred p; setp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." \
-                         type "." type " {" list "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f ", p, 1, 1, 0;\n}" \
+            asm volatile("{.reg .pred p; setp.ne.b32 p, %" #k ", 0;\nwgmma.mma_async.sync.aligned.m64n" #columns \
+                         "k16.f32." type "." type " {" list "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f \
+                         ", p, 1, 1, 0;\n}" \
                          : __VA_ARGS__ \
-                         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(descB)); \
+                         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(descB), "n"(int(kKeep))); \
         } \
     };
 #define WG_REGISTERS_BOTH(...) WG_REGISTERS(kFloat16, "f16", __VA_ARGS__) WG_REGISTERS(kBfloat16, "bf16", __VA_ARGS__)
-WG_REGISTERS_BOTH(16, WG_L8, 8, 9, 10, 11, 12, WG_F8(0))
-WG_REGISTERS_BOTH(32, WG_L16, 16, 17, 18, 19, 20, WG_F8(0), WG_F8(8))
-WG_REGISTERS_BOTH(64, WG_L32, 32, 33, 34, 35, 36, WG_F32(0))
-WG_REGISTERS_BOTH(128, WG_L64, 64, 65, 66, 67, 68, WG_F32(0), WG_F32(32))
-WG_REGISTERS_BOTH(256, WG_L128, 128, 129, 130, 131, 132, WG_F32(0), WG_F32(32), WG_F32(64), WG_F32(96))
+WG_REGISTERS_BOTH(16, WG_L8, 8, 9, 10, 11, 12, 13, WG_F8(0))
+WG_REGISTERS_BOTH(32, WG_L16, 16, 17, 18, 19, 20, 21, WG_F8(0), WG_F8(8))
+WG_REGISTERS_BOTH(64, WG_L32, 32, 33, 34, 35, 36, 37, WG_F32(0))
+WG_REGISTERS_BOTH(128, WG_L64, 64, 65, 66, 67, 68, 69, WG_F32(0), WG_F32(32))
+WG_REGISTERS_BOTH(256, WG_L128, 128, 129, 130, 131, 132, 133, WG_F32(0), WG_F32(32), WG_F32(64), WG_F32(96))
 
 // The same of bytes, unsigned, sums in integers: a0 to a3 as in byteMma32.
 #define WG_D16 WG_D8(0), WG_D8(8)

@@ -16,15 +16,12 @@ from quantkit.cuda.source import KernelSource
 from quantkit.formats.planes import BITS_PER_BYTE
 from quantkit.ops.bcq.gemm import (
     GEMM_TYPES,
-    GROUP_WARPS,
-    WARP_SHAPES,
     GemmProblem,
-    GemmShape,
     gemm_arguments,
     gemm_kernel,
     least_problems,
-    whole_stages,
 )
+from quantkit.ops.bcq.gemm_shapes import GROUP_WARPS, WARP_SHAPES, GemmShape, whole_stages
 from quantkit.ops.bcq.instances import (
     CONSTANTS,
     EXPERTS_CHUNK_TOKENS,

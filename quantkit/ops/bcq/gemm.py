@@ -22,6 +22,17 @@ from quantkit.cuda.parameters import Argument
 from quantkit.errors import KernelError
 from quantkit.formats.planes import BITS_PER_BYTE
 from quantkit.ops.bcq.gemm_cost import cycles
+from quantkit.ops.bcq.gemm_shapes import (
+    GROUP_WARPS,
+    NARROW_SHAPES,
+    NUMBER_SHAPES,
+    PAIRED_SHAPES,
+    SPILLING,
+    WARP_SHAPES,
+    WARPGROUP_SHAPES,
+    GemmShape,
+    whole_stages,
+)
 from quantkit.ops.bcq.instances import (
     ARRANGE_SOURCE,
     ARRANGE_THREADS,
@@ -29,7 +40,7 @@ from quantkit.ops.bcq.instances import (
     FLOAT_BYTES,
     GEMM_BARRIER_BYTES,
     GEMM_FEW_TOKENS,
-    GEMM_MOST_STAGES,
+    GEMM_NUMBER_TOKENS,
     PANEL_K,
     SOURCES,
     TILE_K,
@@ -42,84 +53,11 @@ from quantkit.ops.items import SHARED_ITEMS, shares
 FUSED = (Kernel.BCQ_GEMM_WGMMA, Kernel.BCQ_GEMM_MMA)
 """The fused products; a generation has one of them."""
 GEMM_TYPES = (torch.float16, torch.bfloat16)
-GROUP_WARPS = 4
 _SHORT_BYTES, _VECTOR_BYTES = 2, 16
 VECTOR_VALUES = _VECTOR_BYTES // _SHORT_BYTES
 """Elements of x in 16 bytes."""
-_PANEL_ROW_BYTES = PANEL_K * _SHORT_BYTES
 _HALF_TILES = 2  # of a k tile: segments of as many or fewer do not change within them
 _FEW_BITS = 4  # planes up to which shared memory carries the other shapes at any group size
-# (tokens, row groups, phases, slots) of an instance's tile, block and rings.
-_WARPGROUP_SHAPES = (
-    *((16, 2, 2, 3), (16, 1, 4, 3), (32, 3, 1, 3), (32, 2, 2, 2), (32, 1, 3, 3)),
-    *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2), (64, 1, 3, 3), (128, 3, 1, 3), (128, 2, 1, 4), (256, 2, 1, 3)),
-)
-# Of these, what registers do not carry without spilling, by planes and whether offsets are added apart.
-_SPILLING_OF_8 = {
-    *((16, 2, 2, 3), (16, 1, 4, 3), (32, 2, 2, 2)),
-    *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2)),
-}
-_SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {
-    (1, False): {(128, 3, 1, 3)},
-    (3, False): {(64, 4, 1, 2)},
-    (4, True): {(64, 4, 1, 2), (64, 2, 2, 2)},
-    (5, False): {(64, 1, 3, 3)},
-    (6, False): {(32, 2, 2, 2)},
-    (7, False): {(32, 2, 2, 2), (64, 3, 1, 3)},
-    (8, False): _SPILLING_OF_8,
-    (8, True): _SPILLING_OF_8,
-}
-_NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
-_PAIRED_SHAPES = ((256, 2, 1, 3),)  # whose blocks copy x for each other where boxes do; smaller tiles gain nothing
-WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
-
-
-@dataclass(frozen=True)
-class GemmShape:
-    """An instance without its types.
-
-    tokens: of a tile. row_groups: groups of four consumer warps of a block, each with rows of its own. phases: as many
-    times these groups, which take the k tiles of the same rows in turn. slots: of a warp's ring. warpgroups: whether
-    the four warps of a group multiply together. partners: two where blocks in pairs take the same tokens, each with
-    rows of its own, and copy x for each other.
-    """
-
-    tokens: int
-    row_groups: int
-    phases: int
-    slots: int
-    warpgroups: bool
-    partners: int = 1
-
-    @property
-    def groups(self) -> int:
-        """Of four consumer warps, in a block."""
-        return self.row_groups * self.phases
-
-    @property
-    def threads(self) -> int:
-        """Of a block: the consumers, and a group that copies x."""
-        return (self.groups + 1) * GROUP_WARPS * WARP_THREADS
-
-    @property
-    def box_rows(self) -> int:
-        """Rows of x that a block copies at once: partners share a panel."""
-        return self.tokens // self.partners
-
-    @property
-    def panels(self) -> int:
-        """Panels of 64 columns in a stage of x."""
-        return max(1, min(4, 128 // self.tokens))
-
-    @property
-    def stage_bytes(self) -> int:
-        """A stage of x."""
-        return self.panels * self.tokens * _PANEL_ROW_BYTES
-
-    @property
-    def tile_stages(self) -> int:
-        """Stages of x in a k tile."""
-        return TILE_K // PANEL_K // self.panels
 
 
 @dataclass(frozen=True)
@@ -189,6 +127,11 @@ class GemmProblem:
         """The levels of one tile."""
         return table_bytes(self.order, self.weight_bits, self.segments, apart=self.offsets_apart)
 
+    def multiplies_numbers(self, shape: GemmShape) -> bool:
+        """Whether an instance multiplies numbers in the place of levels (kernels/bcq/gemm_numbers.cuh)."""
+        few = shape.warpgroups and shape.tokens <= GEMM_NUMBER_TOKENS
+        return few and self.order == Order.GRID and self.segments <= _HALF_TILES
+
 
 def table_bytes(order: Order, weight_bits: int, segments: int, *, apart: bool) -> int:
     """The levels of one tile (kRowBytes in kernels/bcq/levels.cuh and grid.cuh); apart: offsets are added behind."""
@@ -207,22 +150,13 @@ def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
     known: tuple[tuple[int, int, int, int], ...] = WARP_SHAPES
     warpgroups = Kernel.BCQ_GEMM_WGMMA in it.gpu.architecture.kernels
     if warpgroups:
-        spilling = () if it.order == Order.GRID else _SPILLING.get((it.weight_bits, it.offsets_apart), ())
-        known = tuple(numbers for numbers in _WARPGROUP_SHAPES if numbers not in spilling)
-        known += () if it.weight_bits <= _FEW_BITS else _NARROW_SHAPES
-    paired = _PAIRED_SHAPES if warpgroups and it.order.for_batches else ()
+        spilling = () if it.order == Order.GRID else SPILLING.get((it.weight_bits, it.offsets_apart), ())
+        known = tuple(numbers for numbers in WARPGROUP_SHAPES if numbers not in spilling)
+        if it.order == Order.GRID and it.segments <= _HALF_TILES:
+            known = NUMBER_SHAPES + tuple(numbers for numbers in known if numbers[0] > GEMM_NUMBER_TOKENS)
+        known += () if it.weight_bits <= _FEW_BITS else NARROW_SHAPES
+    paired = PAIRED_SHAPES if warpgroups and it.order.for_batches else ()
     return (GemmShape(*numbers, warpgroups, 2 if numbers in paired else 1) for numbers in known)
-
-
-def whole_stages(shape: GemmShape, room: int) -> int:
-    """Stages of x where there is room for so many; 0 for too few.
-
-    Phases take tiles in turn, and a stage is always of the same phase: one that is ahead cannot take a stage for filled
-    that another phase still waits for, as the parity of a barrier tells two fillings apart and no more.
-    """
-    round_stages = shape.phases * shape.tile_stages
-    stages = min(GEMM_MOST_STAGES, room) // round_stages * round_stages
-    return stages if stages > 1 else 0
 
 
 def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
@@ -234,12 +168,16 @@ def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
     warps = shape.groups * GROUP_WARPS
     rings, tables = warps * shape.slots * it.slot_bytes, warps * 2 * it.table_bytes
     sums = (shape.phases - 1) * shape.row_groups * GROUP_WARPS * TILE_N * shape.tokens * FLOAT_BYTES
-    own = rings + tables + sums
+    numbers = it.multiplies_numbers(shape)
+    if numbers and shape.tokens < min(it.tokens, GEMM_NUMBER_TOKENS):
+        return  # the weight would be read again where it takes longest
+    own = rings + sums + (0 if numbers else tables)
+    stage_bytes = shape.stage_bytes + (shape.sum_bytes if numbers else 0)
     room = it.gpu.architecture.shared_limit() - 2 * GEMM_BARRIER_BYTES  # where they begin is rounded up
-    stages = whole_stages(shape, (room - own) // shape.stage_bytes)
+    stages = whole_stages(shape, (room - own) // stage_bytes)
     if not stages:
         return
-    sizes = stages, 2 * GEMM_BARRIER_BYTES + own + stages * shape.stage_bytes
+    sizes = stages, 2 * GEMM_BARRIER_BYTES + own + stages * stage_bytes
     items, processors = ranges * token_tiles, it.gpu.processors // shape.partners
     for whole, blocks in shares(items, it.k_tiles, processors):
         yield GemmLayout(shape, ranges, token_tiles, whole, blocks, *sizes)
@@ -279,7 +217,9 @@ def gemm_arguments(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> tup
 @cache
 def gemm_unit(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> CompileUnit:
     """The instance for a problem, activations and a shape of gemm_layouts."""
-    fine = it.order.for_batches and shape.tokens > GEMM_FEW_TOKENS and it.segments > _HALF_TILES
+    number = it.order == Order.GRID and shape.warpgroups and shape.tokens <= GEMM_NUMBER_TOKENS
+    one_form = shape.tokens > GEMM_FEW_TOKENS or number
+    fine = it.order.for_batches and one_form and it.segments > _HALF_TILES
     arguments = (
         shape.warpgroups,
         it.weight_bits,

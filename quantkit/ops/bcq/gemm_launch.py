@@ -25,12 +25,12 @@ from quantkit.ops.bcq.gemm import (
     VECTOR_VALUES,
     GemmLayout,
     GemmProblem,
-    GemmShape,
     arrange_launch,
     gemm_unit,
     is_vectors,
     plan_gemm,
 )
+from quantkit.ops.bcq.gemm_shapes import GemmShape
 from quantkit.ops.bcq.instances import FLOAT_BYTES, PANEL_K, TILE_K
 from quantkit.ops.bcq.layout import BcqSizes, BcqTiles, tile_counts
 from quantkit.ops.bcq.product import Product, activation_segment, group_magic, weight_args

@@ -33,7 +33,7 @@ _LUT_ROOMY_BITS = 3  # planes up to which the registers carry three blocks
 # bcq_gemm: columns of a panel of x; tokens and threads of a block that puts x in order; stages of x
 # at most, and what their barriers take.
 PANEL_K, ARRANGE_TOKENS, ARRANGE_THREADS = 64, 16, 256
-GEMM_MOST_STAGES, GEMM_BARRIER_BYTES, GEMM_FEW_TOKENS = 16, 1 << 10, 64
+GEMM_MOST_STAGES, GEMM_BARRIER_BYTES, GEMM_FEW_TOKENS, GEMM_NUMBER_TOKENS = 16, 1 << 10, 64, 32
 # bcq_experts_gemm: tokens whose sums leave a block at once, floats between theirs; threads of the block that sorts
 # tokens.
 EXPERTS_CHUNK_TOKENS, EXPERTS_SUM_PADDING, ROUTE_THREADS = 32, 4, 512
@@ -97,6 +97,7 @@ CONSTANTS = {
     "ARRANGE_THREADS": ARRANGE_THREADS,
     "GEMM_MOST_STAGES": GEMM_MOST_STAGES,
     "GEMM_FEW_TOKENS": GEMM_FEW_TOKENS,
+    "GEMM_NUMBER_TOKENS": GEMM_NUMBER_TOKENS,
     "GEMM_BARRIER_BYTES": GEMM_BARRIER_BYTES,
     "EXPERTS_CHUNK_TOKENS": EXPERTS_CHUNK_TOKENS,
     "EXPERTS_SUM_PADDING": EXPERTS_SUM_PADDING,

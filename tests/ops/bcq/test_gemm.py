@@ -84,6 +84,8 @@ def test_python_and_cuda_agree_on_the_sizes_in_shared_memory(monkeypatch: pytest
                 f"static_assert({name}::kStageBytes == {shape.stage_bytes});",
                 f"static_assert({name}::kTileStages == {shape.tile_stages});",
             ]
+            if it.multiplies_numbers(shape):
+                lines.append(f"static_assert({name}::kNumbers && SumsOfX<{name}>::kStageBytes == {shape.sum_bytes});")
     source = SOURCES[GEMM_MMA]
     text = source.text + "\n".join(dict.fromkeys(lines)) + "\n__global__ void agrees() {}\n"
     monkeypatch.setattr(KernelSource, "text", text)
@@ -149,7 +151,7 @@ def test_every_layout_of_a_grid_matches_fp64_and_repeats(
 @pytest.mark.cuda
 @pytest.mark.sanitize
 @pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
-@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize("tokens", [3, 30, 70])
 @pytest.mark.parametrize(
     ("bits", "group_size", "order"),
     [(2, 32, Order.PLANES), (2, 96, Order.PLANES), (4, 128, Order.CODES), (4, 64, Order.GRID)],
@@ -197,8 +199,10 @@ def test_rows_of_x_that_are_no_aligned_vectors_are_copied_first(k: int, row: Arc
 @pytest.mark.cuda
 @pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
-def test_tokens_do_not_disturb_each_other(dtype: torch.dtype, row: Architecture | None) -> None:
-    gpu, weight = _gpu(row), random_weight(4, 96, 1024, 128, offset=True).to(CUDA).tiled(Order.CODES)
+@pytest.mark.parametrize("order", [Order.CODES, Order.GRID])
+def test_tokens_do_not_disturb_each_other(order: Order, dtype: torch.dtype, row: Architecture | None) -> None:
+    stored = random_weight(4, 96, 1024, 128, offset=True, equal_steps=order == Order.GRID)
+    gpu, weight = _gpu(row), stored.to(CUDA).tiled(order)
     x = torch.randn(40, 1024, device=CUDA).to(dtype)
     for layout in _layouts(weight, 40, gpu):
         before = _multiply(x, weight, None, gpu, layout)

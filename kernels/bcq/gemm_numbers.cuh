@@ -1,0 +1,172 @@
+// A k tile of a fused product (gemm.cuh) of a weight in equal steps whose groups are wide, for few tokens on warpgroups:
+// products of numbers, whose sums meet step and offset once half a tile.
+//
+//   sum_k x (step (2 c - 15) + offset) = step sum_k x (2 c + n) + (offset - step (15 + n)) sum_k x
+//
+// n as in grid_step.cuh. The sums of x are made by those warps of the copying group that copy nothing, by products with
+// ones. Of fp16 all numbers stand from bit 5 on, so that they have sums in common. A stage of x is a k tile.
+//
+//   sums of x    [stage][half of a tile][token] fp32; a third row of barriers says that they are there
+#pragma once
+#include "gemm_tile.cuh"
+
+constexpr int kSummingWarps = kGroupWarps - 1, kSetTokens = 8, kHalves = 2;
+constexpr int kHalfSteps = kPanelK * kTilePanels / kHalves / 16;  // products of 16 columns
+
+template <class S>
+struct SumsOfX {
+    static constexpr int kHalfBytes = S::kTokens * int(sizeof(float)), kStageBytes = kHalves * kHalfBytes;
+    static __device__ __forceinline__ uint32 barrier(uint32 barriers, int stage) {
+        return barriers + (2 * kMostStages + stage) * sizeof(uint64);
+    }
+};
+
+// By one of kSummingWarps: sums of x, of which each takes a filling of a stage in turn. It waits for the others' fillings too,
+// as the parity of a barrier tells two of them apart and no more. 16 tokens of half a tile are the operand A of products with
+// ones; several sums take turns, as each product waits for the one before with the same sums.
+template <class S>
+__device__ __forceinline__ void sumStages(const GemmProblem& p, uint32 barriers, uint32 stages, uint32 sums, int warp,
+                                          int lane) {
+    using Sums = SumsOfX<S>;
+    constexpr int kSets = S::kTokens / kTileN, kParts = 4 / (kSets * kHalves);
+    constexpr uint32 kOne = S::kDtype == kFloat16 ? 0x3C003C00u : 0x3F803F80u;
+    const int fillings = typename S::Work(p).allTiles();
+    StagePlace place{0, 0};
+    // Lane l points at token l % 16: of columns 0-7 and 8-15.
+    const uint32 row = lane % kTileN * kPanelRowBytes + (lane / kTileN ^ lane % kPanelChunks) * kVectorBytes;
+#pragma unroll 1
+    for (int filling = 0, turn = warp; filling < fillings; ++filling, place.advance(1, p.stages)) {
+        barrierWait(barriers + place.stage * sizeof(uint64), place.parity);
+        if (turn-- > 0) continue;
+        turn = kSummingWarps - 1;
+        const uint32 from = stages + place.stage * S::kStageBytes + row;
+        float sum[kSets][kHalves][kParts][4] = {};
+#pragma unroll
+        for (int step = 0; step < kHalfSteps; ++step) {
+#pragma unroll
+            for (int i = 0; i < kSets * kHalves; ++i) {
+                const int set = i / kHalves, half = i % kHalves, panel = half * kTilePanels / kHalves + step / 4;
+                const uint32 at = (panel * S::kTokens + set * kTileN) * kPanelRowBytes;
+                const uint4 x = loadMatrices((from ^ step % 4 * 2 * kVectorBytes) + at);
+                shortMma16<S::kDtype>(sum[set][half][step % kParts], x, kOne, kOne);
+            }
+        }
+        const uint32 to = sums + place.stage * Sums::kStageBytes + lane / kTileQuads * sizeof(float);
+#pragma unroll
+        for (int i = 0; i < kSets * kHalves * kLaneRows; ++i) {  // of tokens g and g + 8, the same in all columns
+            const int set = i / kLaneRows / kHalves, half = i / kLaneRows % kHalves, upper = i % kLaneRows;
+            float all = 0.0f;
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) all += sum[set][half][part][2 * upper];
+            const uint32 own = to + half * Sums::kHalfBytes + (set * kTileN + upper * kSetTokens) * sizeof(float);
+            if (lane % kTileQuads == 0) storeShared4(own, __float_as_uint(all));
+        }
+        __syncwarp();
+        if (lane == 0) barrierArrive(Sums::barrier(barriers, place.stage));
+    }
+}
+
+// Steps and offsets of rows g and g + 8, for sums of numbers.
+template <class Expansion>
+struct NumberScales {
+    static constexpr int kLaneBytes = Expansion::kAdds ? 8 : 4, kGroupBytes = kTileN / kLaneRows * kLaneBytes;
+    float step[kLaneRows], rest[kLaneRows];
+
+    __device__ __forceinline__ explicit NumberScales(uint32 from) {
+        using Units = GridUnits<Expansion::kDtype>;
+        uint2 stored{0, 0};
+        if constexpr (Expansion::kAdds) stored = loadSharedWords(from);
+        else stored.x = loadShared4(from);
+#pragma unroll
+        for (int row = 0; row < kLaneRows; ++row) {
+            step[row] = halfToFloat(uint16(stored.x >> row * 16));
+            rest[row] = fmaf(step[row], -Units::kExcess, halfToFloat(uint16(stored.y >> row * 16)));
+            step[row] *= Units::kUnit;
+        }
+    }
+};
+
+// Add the products of half a tile to the sums. x: shared address of its sums for the lane's tokens.
+template <class S>
+__device__ __forceinline__ void addHalf(float* acc, const float* part, const NumberScales<typename S::Expansion>& scales,
+                                        uint32 xSums) {
+#pragma unroll
+    for (int j = 0; j < S::kTokens / kSetTokens; ++j) {
+        const float2 x = loadShared8(xSums + j * kSetTokens * sizeof(float));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float& sum = acc[4 * j + i];
+            sum = fmaf(scales.step[i / 2], part[4 * j + i], fmaf(scales.rest[i / 2], i % 2 ? x.y : x.x, sum));
+        }
+    }
+}
+
+// The pairs of numbers of kTurnWords words of rows g and g + 8, whose products run while as many are expanded.
+template <int kDtype, int kTurnWords>
+struct TurnNumbers {
+    uint32 upper[kTurnWords][kWordPairs], lower[kTurnWords][kWordPairs];
+
+    // words: of half a tile, from the slot of the tile plus the lane on; kept from turn to turn.
+    __device__ __forceinline__ void expand(uint2 (&words)[kGridPlanes], uint32 slot, int turn) {
+        const int first = turn * kTurnWords % kChunkWords;
+        if (first == 0) {
+#pragma unroll
+            for (int i = 0; i < kGridPlanes; ++i) {
+                words[i] = loadSharedWords(slot + i * kWarpSize * kVectorBytes + turn * kTurnWords / kChunkWords * 8);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kTurnWords; ++i) {
+            numbersOf<kDtype>(words[first + i].x, upper[i]);
+            numbersOf<kDtype>(words[first + i].y, lower[i]);
+#pragma unroll
+            for (int pair = 0; pair < kWordPairs; ++pair) {  // now, not where products take them
+                keepInRegister(upper[i][pair]);
+                keepInRegister(lower[i][pair]);
+            }
+        }
+    }
+};
+
+// Add the products of a k tile to the sums. xSums: shared address of the sums of x.
+template <class S, class Products>
+__device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p, const Consumer& own, uint32 slot,
+                                                uint32 barriers, uint32 stages, uint32 xSums, StagePlace& place) {
+    using Sums = SumsOfX<S>;
+    using Scales = NumberScales<typename S::Expansion>;
+    static_assert(S::kTileStages == 1, "a stage is a k tile");
+    constexpr int kTurnWords = S::kDtype == kBfloat16 && S::kTokens > 16 ? 1 : 2;  // what registers carry
+    constexpr int kTurns = kTileWords / kTurnWords, kHalfTurns = kTurns / kHalves;
+    const uint32 scales = slot + S::kPlaneBytes + own.lane / kTileQuads * Scales::kLaneBytes;
+    const uint32 ofLane = xSums + place.stage * Sums::kStageBytes + own.lane % kTileQuads * 2 * sizeof(float);
+    TurnNumbers<S::kDtype, kTurnWords> numbers[2];
+    uint2 words[kGridPlanes];
+    float part[S::kTokens / 2];
+    Products products;
+    numbers[0].expand(words, slot + own.lane * kVectorBytes, 0);
+    barrierWait(barriers + place.stage * sizeof(uint64), place.parity);
+    products.take(stages + place.stage * S::kStageBytes, own.lane);
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+        products.fence();
+#pragma unroll
+        for (int i = 0; i < kTurnWords; ++i) {
+            const int word = turn * kTurnWords + i, panel = word / kPanelWords, step = word % kPanelWords * 2;
+            const auto& a = numbers[turn % 2].upper[i];
+            const auto& b = numbers[turn % 2].lower[i];
+            if (word % kChunkWords == 0) products.template add<false>(part, a[0], b[0], a[1], b[1], panel, step);
+            else products.add(part, a[0], b[0], a[1], b[1], panel, step);
+            products.add(part, a[2], b[2], a[3], b[3], panel, step + 1);
+        }
+        products.commit();
+        if (turn + 1 < kTurns) numbers[(turn + 1) % 2].expand(words, slot + own.lane * kVectorBytes, turn + 1);
+        products.template wait<0>();
+        if (turn % kHalfTurns != kHalfTurns - 1) continue;
+        const int half = turn / kHalfTurns;
+        if (half == 0) barrierWait(Sums::barrier(barriers, place.stage), place.parity);
+        addHalf<S>(acc, part, Scales(scales + half * p.segments / kHalves * Scales::kGroupBytes), ofLane + half * Sums::kHalfBytes);
+    }
+    __syncwarp();
+    if (own.lane == 0) barrierArrive(barriers + (kMostStages + place.stage) * sizeof(uint64));
+    place.advance(1, p.stages);
+}

@@ -1,0 +1,102 @@
+"""Shapes of the instances of the fused product (gemm.py): tiles, and which warps of a block do what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quantkit.cuda.architectures import WARP_THREADS
+from quantkit.ops.bcq.instances import FLOAT_BYTES, GEMM_MOST_STAGES, PANEL_K, TILE_K
+
+GROUP_WARPS = 4
+_PANEL_ROW_BYTES = PANEL_K * 2
+# (tokens, row groups, phases, slots) of an instance's tile, block and rings.
+WARPGROUP_SHAPES = (
+    *((16, 2, 2, 3), (16, 1, 4, 3), (32, 3, 1, 3), (32, 2, 2, 2), (32, 1, 3, 3)),
+    *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2), (64, 1, 3, 3), (128, 3, 1, 3), (128, 2, 1, 4), (256, 2, 1, 3)),
+)
+# Of these, what registers do not carry without spilling, by planes and whether offsets are added apart.
+_SPILLING_OF_8 = {
+    *((16, 2, 2, 3), (16, 1, 4, 3), (32, 2, 2, 2)),
+    *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2)),
+}
+SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {
+    (1, False): {(128, 3, 1, 3)},
+    (3, False): {(64, 4, 1, 2)},
+    (4, True): {(64, 4, 1, 2), (64, 2, 2, 2)},
+    (5, False): {(64, 1, 3, 3)},
+    (6, False): {(32, 2, 2, 2)},
+    (7, False): {(32, 2, 2, 2), (64, 3, 1, 3)},
+    (8, False): _SPILLING_OF_8,
+    (8, True): _SPILLING_OF_8,
+}
+NUMBER_SHAPES = (  # in the place of those of as many tokens where numbers are multiplied
+    *((16, 2, 2, 3), (16, 1, 4, 3), (16, 2, 3, 2), (16, 4, 1, 3)),
+    *((32, 2, 2, 3), (32, 1, 3, 3), (32, 1, 4, 2), (32, 4, 1, 2)),
+)
+NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
+PAIRED_SHAPES = ((256, 2, 1, 3),)  # whose blocks copy x for each other where boxes do; smaller tiles gain nothing
+WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """An instance without its types.
+
+    tokens: of a tile. row_groups: groups of four consumer warps of a block, each with rows of its own. phases: as many
+    times these groups, which take the k tiles of the same rows in turn. slots: of a warp's ring. warpgroups: whether
+    the four warps of a group multiply together. partners: two where blocks in pairs take the same tokens, each with
+    rows of its own, and copy x for each other.
+    """
+
+    tokens: int
+    row_groups: int
+    phases: int
+    slots: int
+    warpgroups: bool
+    partners: int = 1
+
+    @property
+    def groups(self) -> int:
+        """Of four consumer warps, in a block."""
+        return self.row_groups * self.phases
+
+    @property
+    def threads(self) -> int:
+        """Of a block: the consumers, and a group that copies x."""
+        return (self.groups + 1) * GROUP_WARPS * WARP_THREADS
+
+    @property
+    def box_rows(self) -> int:
+        """Rows of x that a block copies at once: partners share a panel."""
+        return self.tokens // self.partners
+
+    @property
+    def panels(self) -> int:
+        """Panels of 64 columns in a stage of x."""
+        return max(1, min(4, 128 // self.tokens))
+
+    @property
+    def stage_bytes(self) -> int:
+        """A stage of x."""
+        return self.panels * self.tokens * _PANEL_ROW_BYTES
+
+    @property
+    def sum_bytes(self) -> int:
+        """Sums of x, for every half tile of a stage."""
+        return self.panels // 2 * self.tokens * FLOAT_BYTES
+
+    @property
+    def tile_stages(self) -> int:
+        """Stages of x in a k tile."""
+        return TILE_K // PANEL_K // self.panels
+
+
+def whole_stages(shape: GemmShape, room: int) -> int:
+    """Stages of x where there is room for so many; 0 for too few.
+
+    Phases take tiles in turn, and a stage is always of the same phase: one that is ahead cannot take a stage for filled
+    that another phase still waits for, as the parity of a barrier tells two fillings apart and no more.
+    """
+    round_stages = shape.phases * shape.tile_stages
+    stages = min(GEMM_MOST_STAGES, room) // round_stages * round_stages
+    return stages if stages > 1 else 0
