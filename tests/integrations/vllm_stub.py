@@ -125,6 +125,44 @@ class SiluAndMul(CustomOp):
         return self.forward_native(x)
 
 
+class RotaryEmbedding(CustomOp):
+    """vLLM's, of angles made up."""
+
+    def __init__(self, head_size: int, rotary_dim: int, most_positions: int, is_neox_style: bool, dtype: torch.dtype):
+        super().__init__()
+        self.head_size, self.is_neox_style = head_size, is_neox_style
+        self.cos_sin_cache = torch.cat([torch.rand(most_positions, rotary_dim // 2) for _ in range(2)], -1).to(dtype)
+
+    def _match_cos_sin_cache_dtype(self, query: Tensor) -> Tensor:
+        return self.cos_sin_cache.to(query.dtype)
+
+    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        return self._turned(positions, query), None if key is None else self._turned(positions, key)
+
+    def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        return self.forward_native(positions, query, key)
+
+    def _turned(self, positions: Tensor, x: Tensor) -> Tensor:
+        cosines, sines = self._match_cos_sin_cache_dtype(x)[positions.flatten()].unsqueeze(-2).chunk(2, -1)
+        half, heads = cosines.shape[-1], x.unflatten(-1, (-1, self.head_size))
+        if self.is_neox_style:
+            first, second = heads[..., :half], heads[..., half : 2 * half]
+        else:
+            first, second = heads[..., : 2 * half : 2], heads[..., 1 : 2 * half : 2]
+        turned = first * cosines - second * sines, second * cosines + first * sines
+        joined = torch.cat(turned, -1) if self.is_neox_style else torch.stack(turned, -1).flatten(-2)
+        return torch.cat((joined, heads[..., 2 * half :]), -1).flatten(-2)
+
+
+class Llama3RotaryEmbedding(RotaryEmbedding):
+    """vLLM's."""
+
+
+class YaRNScalingRotaryEmbedding(RotaryEmbedding):
+    """vLLM's."""
+
+
+ROTATIONS = (RotaryEmbedding, Llama3RotaryEmbedding, YaRNScalingRotaryEmbedding)
 PUT_IN: dict[str, type] = {}
 
 
@@ -159,6 +197,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "vllm.model_executor.custom_op": {"CustomOp": CustomOp, "op_registry_oot": PUT_IN},
         f"{layers}.activation": {"SiluAndMul": SiluAndMul},
         f"{layers}.layernorm": {"RMSNorm": RMSNorm},
+        f"{layers}.rotary_embedding": {cls.__name__: cls for cls in ROTATIONS},
         layers: {},
         f"{layers}.fused_moe": {"RoutedExperts": RoutedExperts, "FusedMoEMethodBase": FusedMoEMethodBase},
         "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: True)},

@@ -15,7 +15,7 @@ from tests.ops.launches import record
 from tests.ops.table import is_asked_for
 
 KEPT = (
-    *("rms_norm", "add_rms_norm", "gated_halves", "bipolar_linear", "bipolar_prepared_linear"),
+    *("rms_norm", "add_rms_norm", "gated_halves", "rotate_heads", "bipolar_linear", "bipolar_prepared_linear"),
     *("flatten_quantize", "flatten_quantize_tiles", "int8_gemm_tiles", "int8_gemm_requantize"),
 )
 

@@ -1,8 +1,8 @@
-"""Norms and gated activations of a served model, by kernels that let the next product start before they end.
+"""Norms, gated activations and rotary embeddings of a served model, by kernels that overlap with the products.
 
 A product asks for its weights before its predecessor has ended, where that one allows it (programmatic dependent
-launch). vLLM's own kernels do not. vLLM builds these classes in place of its own in every model (``register_oot``); in
-a model that is not quantkit's they do what vLLM's do.
+launch), and these start while the product before them ends. vLLM's own kernels do neither. vLLM builds these classes in
+place of its own in every model (``register_oot``); in a model that is not quantkit's they do what vLLM's do.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding import (
+    Llama3RotaryEmbedding,
+    RotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
 
 from quantkit.checkpoint.config import QUANT_METHOD
 from quantkit.cuda.device import gpu_of
 from quantkit.ops.decode.layout import can_norm
-from quantkit.ops.decode.op import add_rms_norm, gated_halves, rms_norm
+from quantkit.ops.decode.op import add_rms_norm, gated_halves, rms_norm, rotate_heads
 
 _FEWEST_FEATURES = 1024
 """K of the narrowest norm that one block a row suits; norms of attention heads are narrower."""
@@ -70,6 +75,41 @@ class EarlySiluAndMul(SiluAndMul):
         return self.forward_native(x) if self.ours else super().forward_cuda(x)
 
 
-for _name, _own in (("RMSNorm", EarlyRMSNorm), ("SiluAndMul", EarlySiluAndMul)):
+class EarlyRotation(RotaryEmbedding):
+    """vLLM's RotaryEmbedding, of which a process has one for equal sizes: that of the first model built."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        super().__init__(*arguments, **named)
+        self.ours = _is_ours() and self.is_neox_style
+
+    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        """query and key [M, heads * head_size] with the embedding of positions [M]."""
+        if not (self.ours and key is not None and positions.dim() == 1 and query.dim() == 2):
+            return super().forward_native(positions, query, key)
+        cos_sin = self._match_cos_sin_cache_dtype(query)
+        both = rotate_heads(query, key, positions, cos_sin, self.head_size)
+        return both.split((query.shape[1], key.shape[1]), -1)
+
+    def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
+        """The same."""
+        return (self.forward_native if self.ours else super().forward_cuda)(positions, query, key)
+
+
+class EarlyLlama3Rotation(EarlyRotation, Llama3RotaryEmbedding):
+    """The same of Llama 3.1's angles."""
+
+
+class EarlyYaRNRotation(EarlyRotation, YaRNScalingRotaryEmbedding):
+    """The same of YaRN's angles."""
+
+
+_OWN = {
+    "RMSNorm": EarlyRMSNorm,
+    "SiluAndMul": EarlySiluAndMul,
+    "RotaryEmbedding": EarlyRotation,
+    "Llama3RotaryEmbedding": EarlyLlama3Rotation,
+    "YaRNScalingRotaryEmbedding": EarlyYaRNRotation,
+}
+for _name, _own in _OWN.items():
     if _name not in op_registry_oot:  # another plugin's goes first
         CustomOp.register_oot(name=_name)(_own)

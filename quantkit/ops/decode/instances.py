@@ -11,7 +11,7 @@ from quantkit.cuda.source import KernelSource
 from quantkit.ops.constants import SHARED_CONSTANTS
 from quantkit.ops.decode.layout import DTYPE_CODES_TAKEN, HEAD_DIMS, VECTOR_VALUES
 
-NORM_THREADS, ATTENTION_THREADS, GATED_THREADS = 512, 512, 128
+NORM_THREADS, ATTENTION_THREADS, GATED_THREADS, ROTARY_THREADS = 512, 512, 128, 128
 
 
 class AttentionBlock(NamedTuple):
@@ -36,9 +36,11 @@ _CONSTANTS = {
     "NORM_THREADS": NORM_THREADS,
     "ATTENTION_THREADS": ATTENTION_THREADS,
     "GATED_THREADS": GATED_THREADS,
+    "ROTARY_THREADS": ROTARY_THREADS,
     "SPLIT_STEP": SPLIT_STEP,
 }
 _NORM = KernelSource("decode/norm.cu", _CONSTANTS)
+_ROTARY = KernelSource("decode/rotary.cu", _CONSTANTS)
 _ATTENTION = KernelSource("decode/attention.cu", _CONSTANTS)
 
 
@@ -51,6 +53,11 @@ def norm_unit(centered: bool, dtype: int, in_features: int) -> CompileUnit:
 def gated_unit(dtype: int) -> CompileUnit:
     """decodeGated for one of DTYPE_CODES_TAKEN."""
     return CompileUnit(_NORM, "decodeGated", (dtype,))
+
+
+def rotary_unit(dtype: int) -> CompileUnit:
+    """decodeRotate for one of DTYPE_CODES_TAKEN."""
+    return CompileUnit(_ROTARY, "decodeRotate", (dtype,))
 
 
 def attention_unit(head_dim: int, dtype: int, block: AttentionBlock) -> CompileUnit:
@@ -69,6 +76,7 @@ def decode_units(_row: Architecture) -> Iterator[CompileUnit]:
         for vectors in _NORM_VECTORS:
             yield from (norm_unit(centered, dtype, vectors * _PASS_VALUES) for centered in (True, False))
         yield gated_unit(dtype)
+        yield rotary_unit(dtype)
         for head_dim in HEAD_DIMS:
             yield from (attention_unit(head_dim, dtype, block) for block in ATTENTION_BLOCKS)
             yield combine_unit(head_dim, dtype)

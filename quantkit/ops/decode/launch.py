@@ -13,11 +13,13 @@ from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.decode.instances import (
     GATED_THREADS,
     NORM_THREADS,
+    ROTARY_THREADS,
     AttentionBlock,
     attention_unit,
     combine_unit,
     gated_unit,
     norm_unit,
+    rotary_unit,
 )
 from quantkit.ops.decode.layout import VECTOR_VALUES, row_stride
 from quantkit.ops.decode.plan import head_blocks, split_length
@@ -115,6 +117,32 @@ def _gated_launch(gate: Tensor, up: Argument, strides: tuple[int, int], y: Tenso
             "gateStride": strides[0],
             "upStride": strides[1],
             "activation": ACTIVATIONS[activation].number,
+        },
+        overlap=True,
+    )
+
+
+def rotate_launch(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, y: Tensor, head_dim: int) -> Launch:
+    """y [M, Nq + Nk] = q [M, Nq] and k [M, Nk], in rows of vectors, with the rotary embedding of their positions."""
+    vectors, half = head_dim // VECTOR_VALUES, cos_sin.shape[-1] // (2 * VECTOR_VALUES)
+    heads = [part.shape[1] // head_dim for part in (q, k)]
+    return Launch(
+        rotary_unit(DTYPE_CODES[q.dtype]),
+        q.device,
+        grid=(q.shape[0], -(-sum(heads) * (vectors - half) // ROTARY_THREADS)),
+        block=ROTARY_THREADS,
+        args={
+            "q": q,
+            "k": k,
+            "positions": positions,
+            "cosSin": cos_sin,
+            "y": y,
+            "qStride": q.stride(0),
+            "kStride": k.stride(0),
+            "qHeads": heads[0],
+            "kHeads": heads[1],
+            "headVectors": vectors,
+            "halfVectors": half,
         },
         overlap=True,
     )

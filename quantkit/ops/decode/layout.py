@@ -44,6 +44,19 @@ def can_rotate(q: Tensor, rotary: tuple[Tensor, Tensor]) -> bool:
     return all(part.dtype == q.dtype and part.numel() == q.shape[-1] and part.is_contiguous() for part in rotary)
 
 
+def rotary_takes(x: Tensor, cos_sin: Tensor, head_dim: int) -> bool:
+    """Whether the rotary embedding cos_sin [P, R] of tokens x [M, H * head_dim] has a kernel; both are on a GPU."""
+    width = cos_sin.shape[-1]
+    whole = width % (2 * VECTOR_VALUES) == 0 and head_dim % VECTOR_VALUES == 0 and 0 < width <= head_dim
+    ready = cos_sin.is_contiguous() and cos_sin.data_ptr() % _VECTOR_BYTES == 0
+    return x.dtype in DTYPES and x.dtype == cos_sin.dtype and whole and ready
+
+
+def has_vector_rows(x: Tensor) -> bool:
+    """Whether rows of x [M, K] are contiguous, aligned vectors; they may be apart from each other."""
+    return x.stride(1) == 1 and x.stride(0) % VECTOR_VALUES == 0 and x.data_ptr() % _VECTOR_BYTES == 0
+
+
 def row_stride(x: Tensor) -> int | None:
     """Elements from one row [K] of x [..., K] to the next, rows being contiguous; None where they are not even."""
     width = x.shape[-1]

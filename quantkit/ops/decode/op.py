@@ -1,7 +1,7 @@
 """What runs between the products of one decoding step: norms, gated activations, attention and its cache.
 
-The plain functions are GPU only, fp16 and bf16, and for CUDA graphs; attention writes its cache. Norms and gated
-activations are torch ops as well, for engines that compile a model.
+The plain functions are GPU only, fp16 and bf16, and for CUDA graphs; attention writes its cache. Norms, gated
+activations and rotary embeddings are torch ops, for engines that compile a model.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from quantkit.ops.decode.launch import (
     gated_halves_launch,
     gated_launch,
     norm_launch,
+    rotate_launch,
 )
-from quantkit.ops.decode.layout import DTYPES, gated_takes_halves, norm_takes
+from quantkit.ops.decode.layout import DTYPES, gated_takes_halves, has_vector_rows, norm_takes, rotary_takes
 from quantkit.ops.decode.plan import attention_block, head_blocks, split_count
 from quantkit.ops.registry import define_op
 
@@ -114,6 +115,21 @@ class GatedHalves(NamedTuple):
     activation: str
 
 
+class RotateHeads(NamedTuple):
+    """[M, Nq + Nk]: q [M, Nq] and k [M, Nk], heads of head_dim values, with the rotary embedding of their positions.
+
+    cos_sin: [P, R] of q's type, cosines and then sines of a position. positions: [M] int64, below P. Of the first R
+    values of a head i and i + R / 2 become x_i cos_i - x_(i + R/2) sin_i and x_(i + R/2) cos_i + x_i sin_i, computed in
+    fp32 and rounded; the others stay.
+    """
+
+    q: Tensor
+    k: Tensor
+    positions: Tensor
+    cos_sin: Tensor
+    head_dim: int
+
+
 def _rms_norm_reference(op: RmsNorm) -> Tensor:
     x = op.x.float()
     normal = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + op.epsilon)).to(op.x.dtype)
@@ -174,6 +190,31 @@ def _gated_cuda(op: GatedHalves) -> Tensor:
     return y
 
 
+def _rotate_reference(op: RotateHeads) -> Tensor:
+    cosines, sines = op.cos_sin[op.positions].float().unsqueeze(1).chunk(2, -1)
+    half, heads = cosines.shape[-1], torch.cat((op.q, op.k), -1).unflatten(-1, (-1, op.head_dim)).float()
+    first, second, rest = heads.split((half, half, op.head_dim - 2 * half), -1)
+    turned = first * cosines - second * sines, second * cosines + first * sines, rest
+    return torch.cat(turned, -1).flatten(-2).to(op.q.dtype)
+
+
+def _rotate_cuda(op: RotateHeads) -> Tensor:
+    q, k = (part if has_vector_rows(part) else part.contiguous() for part in (op.q, op.k))
+    if not rotary_takes(q, op.cos_sin, op.head_dim) or k.dtype != q.dtype or not q.numel():
+        return _rotate_reference(op)
+    y = q.new_empty(q.shape[0], q.shape[1] + k.shape[1])
+    positions = op.positions.contiguous()
+    pointers: dict[str, Pointer | None] = {"q": q, "k": k, "positions": positions, "cosSin": op.cos_sin, "y": y}
+    sizes = q.shape, k.shape[1], q.stride(0), k.stride(0), op.cos_sin.shape[-1], op.head_dim
+    _fixed.run(
+        ("rotate", q.dtype, *sizes),
+        lambda: rotate_launch(q, k, positions, op.cos_sin, y, op.head_dim),
+        q.device,
+        pointers,
+    )
+    return y
+
+
 _SAMPLE_SHAPES = ((1, 64), (3, 1, 4104), (5, 4096), (2, 100))
 _SAMPLE_EPSILON = 1e-5
 
@@ -193,6 +234,20 @@ def _add_norm_samples() -> Iterator[AddRmsNorm]:
 def _gated_samples() -> Iterator[GatedHalves]:
     for x, _, _ in _norm_samples():
         yield from (GatedHalves(x, activation) for activation in ("silu", "relu"))
+
+
+def _rotate_samples() -> Iterator[RotateHeads]:
+    for tokens, heads, head_dim, width in (
+        (1, (4, 1), 64, 64),
+        (5, (3, 3), 128, 64),
+        (70, (2, 1), 40, 16),
+        (3, (1, 1), 12, 4),
+    ):
+        for dtype in (*DTYPES, torch.float32):
+            both = torch.randn(tokens, sum(heads) * head_dim + 8).to(dtype)
+            q, k, _ = both.split((heads[0] * head_dim, heads[1] * head_dim, 8), -1)
+            cos_sin, positions = torch.rand(100, width).to(dtype), torch.randint(0, 100, (tokens,))
+            yield RotateHeads(q, k, positions, cos_sin, head_dim)
 
 
 rms_norm = define_op(
@@ -218,4 +273,12 @@ gated_halves = define_op(
     cuda=_gated_cuda,
     fake=lambda op: op.x.new_empty(*op.x.shape[:-1], op.x.shape[-1] // 2),
     samples=_gated_samples,
+)
+rotate_heads = define_op(
+    "rotate_heads",
+    RotateHeads,
+    reference=_rotate_reference,
+    cuda=_rotate_cuda,
+    fake=lambda op: op.q.new_empty(op.q.shape[0], op.q.shape[1] + op.k.shape[1]),
+    samples=_rotate_samples,
 )
