@@ -131,7 +131,7 @@ def key_of(row: Mapping[str, Any]) -> tuple[str, str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder")
-    parser.add_argument("--name", help="how the model is called in the results; by default as given")
+    parser.add_argument("--name", help="how the model is called in the results; by default its folder's name")
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration", type=Path, required=True, help="artifact of quantkit calibrate")
     parser.add_argument("--peers", required=True, help="comma-separated NAME:BITS:GROUP, NAME:BITS or NAME:TYPE")
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    options.name = options.name or options.model
+    options.name = options.name or Path(options.model).name
     settings = [setting_of(text) for text in options.peers.split(",")]
     check(settings, options.llama_quantize)
     calibration = load_calibration(options.calibration)

@@ -138,7 +138,7 @@ def calibrate(options: argparse.Namespace, work: Path, artifact: str) -> list[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--name", help="how the model is called in the results; by default as given")
+    parser.add_argument("--name", help="its name in the results; by default as given, of a folder its own")
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibration-text")
     parser.add_argument("--windows", type=int, default=32, help="of the calibration text, 512 tokens each")
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    options.name = options.name or options.model
+    options.name = options.name or (Path(options.model).name if Path(options.model).is_dir() else options.model)
     document = read_document(options.json, {"rows": []})
     document["model"] = options.name
     done = {row["recipe"] for row in document["rows"]}
