@@ -66,30 +66,9 @@ __device__ __forceinline__ void sumStages(const GemmProblem& p, uint32 barriers,
     }
 }
 
-// Steps and offsets of rows g and g + 8, for sums of numbers.
-template <class Expansion>
-struct NumberScales {
-    static constexpr int kLaneBytes = Expansion::kAdds ? 8 : 4, kGroupBytes = kTileN / kLaneRows * kLaneBytes;
-    float step[kLaneRows], rest[kLaneRows];
-
-    __device__ __forceinline__ explicit NumberScales(uint32 from) {
-        using Units = GridUnits<Expansion::kDtype>;
-        uint2 stored{0, 0};
-        if constexpr (Expansion::kAdds) stored = loadSharedWords(from);
-        else stored.x = loadShared4(from);
-#pragma unroll
-        for (int row = 0; row < kLaneRows; ++row) {
-            step[row] = halfToFloat(uint16(stored.x >> row * 16));
-            rest[row] = fmaf(step[row], -Units::kExcess, halfToFloat(uint16(stored.y >> row * 16)));
-            step[row] *= Units::kUnit;
-        }
-    }
-};
-
-// Add the products of half a tile to the sums. x: shared address of its sums for the lane's tokens.
+// Add the products of half a tile to the sums. xSums: shared address of those of x for the lane's tokens.
 template <class S>
-__device__ __forceinline__ void addHalf(float* acc, const float* part, const NumberScales<typename S::Expansion>& scales,
-                                        uint32 xSums) {
+__device__ __forceinline__ void addHalf(float* acc, const float* part, const NumberScales<S::kDtype>& scales, uint32 xSums) {
 #pragma unroll
     for (int j = 0; j < S::kTokens / kSetTokens; ++j) {
         const float2 x = loadShared8(xSums + j * kSetTokens * sizeof(float));
@@ -117,8 +96,8 @@ struct TurnNumbers {
         }
 #pragma unroll
         for (int i = 0; i < kTurnWords; ++i) {
-            numbersOf<kDtype>(words[first + i].x, upper[i]);
-            numbersOf<kDtype>(words[first + i].y, lower[i]);
+            numbersOf<kDtype, true>(words[first + i].x, upper[i]);
+            numbersOf<kDtype, true>(words[first + i].y, lower[i]);
 #pragma unroll
             for (int pair = 0; pair < kWordPairs; ++pair) {  // now, not where products take them
                 keepInRegister(upper[i][pair]);
@@ -133,11 +112,12 @@ template <class S, class Products>
 __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p, const Consumer& own, uint32 slot,
                                                 uint32 barriers, uint32 stages, uint32 xSums, StagePlace& place) {
     using Sums = SumsOfX<S>;
-    using Scales = NumberScales<typename S::Expansion>;
+    constexpr bool kAdds = S::Expansion::kAdds;
+    constexpr int kLaneBytes = kAdds ? 8 : 4, kGroupBytes = kTileN / kLaneRows * kLaneBytes;  // of scales
     static_assert(S::kTileStages == 1, "a stage is a k tile");
     constexpr int kTurnWords = S::kDtype == kBfloat16 && S::kTokens > 16 ? 1 : 2;  // what registers carry
     constexpr int kTurns = kTileWords / kTurnWords, kHalfTurns = kTurns / kHalves;
-    const uint32 scales = slot + S::kPlaneBytes + own.lane / kTileQuads * Scales::kLaneBytes;
+    const uint32 scales = slot + S::kPlaneBytes + own.lane / kTileQuads * kLaneBytes;
     const uint32 ofLane = xSums + place.stage * Sums::kStageBytes + own.lane % kTileQuads * 2 * sizeof(float);
     TurnNumbers<S::kDtype, kTurnWords> numbers[2];
     uint2 words[kGridPlanes];
@@ -164,9 +144,11 @@ __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p
         if (turn % kHalfTurns != kHalfTurns - 1) continue;
         const int half = turn / kHalfTurns;
         if (half == 0) barrierWait(Sums::barrier(barriers, place.stage), place.parity);
-        addHalf<S>(acc, part, Scales(scales + half * p.segments / kHalves * Scales::kGroupBytes), ofLane + half * Sums::kHalfBytes);
+        const uint32 from = scales + half * p.segments / kHalves * kGroupBytes;
+        const uint2 stored = kAdds ? loadSharedWords(from) : make_uint2(loadShared4(from), 0);
+        addHalf<S>(acc, part, NumberScales<S::kDtype>(stored), ofLane + half * Sums::kHalfBytes);
     }
     __syncwarp();
-    if (own.lane == 0) barrierArrive(barriers + (kMostStages + place.stage) * sizeof(uint64));
+    if (own.signals) barrierArrive(barriers + (kMostStages + place.stage) * sizeof(uint64));
     place.advance(1, p.stages);
 }

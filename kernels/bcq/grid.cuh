@@ -14,23 +14,36 @@ constexpr uint32 kLowCode = 0x001E001Eu, kHighCode = 0x01E001E0u;  // nibbles fr
 constexpr uint32 kHalfLow = 0x64006400u, kHalfHigh = 0x54005400u, kHalfLowLess = 0xE40FE40Fu, kHalfHighLess = 0xD4F0D4F0u;
 constexpr uint32 kBfloat = 0x43004300u, kBfloatLess = 0xC30FC30Fu;
 
-// Numbers as products take them without a level (grid_step.cuh): the bits of c from bit 5 on under a zero exponent of fp16,
-// c 2^-19, or from bit 1 under that of 128 of bf16. What a step is multiplied by then, and the excess of n over 2 c - 15.
+// Numbers as products take them without a level (grid_step.cuh): the bits of c under a zero exponent of fp16, c 2^-23 from bit
+// 1 on and c 2^-19 from bit 5 on, or from bit 1 on under that of 128 of bf16.
+
+// Steps and offsets of rows g and g + 8, as stored, for sums of such numbers, of fp16 of those from bit 5 on.
 template <int kDtype>
-struct GridUnits {
+struct NumberScales {
     static constexpr bool kHalf = kDtype == kFloat16;
-    static constexpr float kUnit = kHalf ? 1 << 20 : 1, kExcess = kHalf ? 15 : 143;
+    static constexpr float kUnit = kHalf ? 1 << 20 : 1, kExcess = kHalf ? 15 : 143;  // of n over 2 c - 15
+    float step[kLaneRows], rest[kLaneRows];
+
+    // stored: the two steps, then the two offsets or zeros.
+    __device__ __forceinline__ explicit NumberScales(uint2 stored) {
+#pragma unroll
+        for (int row = 0; row < kLaneRows; ++row) {
+            step[row] = halfToFloat(uint16(stored.x >> row * 16));
+            rest[row] = fmaf(step[row], -kExcess, halfToFloat(uint16(stored.y >> row * 16)));
+            step[row] *= kUnit;
+        }
+    }
 };
 
-// The four pairs of numbers of a word.
-template <int kDtype>
+// The four pairs of numbers of a word. kAligned: of fp16 all from bit 5 on, else those of even pairs from bit 1 on.
+template <int kDtype, bool kAligned>
 __device__ __forceinline__ void numbersOf(uint32 word, uint32 (&pairs)[kWordPairs]) {
     const uint32 turned = __byte_perm(word, 0, kSwapBytes);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const uint32 own = i ? turned : word;
         if constexpr (kDtype == kFloat16) {
-            pairs[2 * i] = (own & kLowCode) * 16, pairs[2 * i + 1] = own & kHighCode;
+            pairs[2 * i] = (own & kLowCode) * (kAligned ? 16 : 1), pairs[2 * i + 1] = own & kHighCode;
         } else {
             pairs[2 * i] = maskedOr(own, kLowCode, kBfloat), pairs[2 * i + 1] = maskedOr(own >> 4, kLowCode, kBfloat);
         }

@@ -21,7 +21,6 @@ struct GridProduct {
     static constexpr int kSegmentWords = kWordsPerTileRow / kTileSegments;
     static constexpr bool kRing = true, kHalf = kDtype == kFloat16;
     static constexpr float kLowUnit = kHalf ? 16 : 1;  // what sums of numbers from bit 1 count beside those from bit 5
-    static constexpr float kUnit = GridUnits<kDtype>::kUnit, kExcess = GridUnits<kDtype>::kExcess;
 
     uint32 vector, entry, quad;
     uint4 codes[kGridPlanes];  // of the tile at hand
@@ -50,17 +49,6 @@ struct GridProduct {
         }
     }
 
-    // One word of one row: low, numbers from bit 1, of pairs 0 and 2; high, from bit 5, of pairs 1 and 3.
-    static __device__ __forceinline__ void expand(uint32 word, uint32 (&low)[2], uint32 (&high)[2]) {
-        const uint32 turned = __byte_perm(word, 0, kSwapBytes);
-        if constexpr (kHalf) {
-            low[0] = word & kLowCode, high[0] = word & kHighCode;
-            low[1] = turned & kLowCode, high[1] = turned & kHighCode;
-        } else {
-            low[0] = maskedOr(word, kLowCode, kBfloat), high[0] = maskedOr(word >> 4, kLowCode, kBfloat);
-            low[1] = maskedOr(turned, kLowCode, kBfloat), high[1] = maskedOr(turned >> 4, kLowCode, kBfloat);
-        }
-    }
     __device__ __forceinline__ uint32 wordOf(int row, int half, int word) const {
         const uint4& four = codes[word];
         return row ? (half ? four.w : four.y) : (half ? four.z : four.x);
@@ -71,14 +59,14 @@ struct GridProduct {
 #pragma unroll
         for (int i = 0; i < kWordsPerTileRow; ++i) {
             const int half = i / kChunkWords, word = i % kChunkWords;
-            uint32 upperLow[2], upperHigh[2], lowerLow[2], lowerHigh[2];
-            expand(wordOf(0, half, word), upperLow, upperHigh);
-            expand(wordOf(1, half, word), lowerLow, lowerHigh);
+            uint32 upper[kWordPairs], lower[kWordPairs];  // of fp16 pairs 0 and 2 from bit 1 on, 1 and 3 from bit 5 on
+            numbersOf<kDtype, false>(wordOf(0, half, word), upper);
+            numbersOf<kDtype, false>(wordOf(1, half, word), lower);
 #pragma unroll
             for (int set = 0; set < kSets; ++set) {
                 const uint4 x = Record::load(place + set * setBytes, half, word);  // pairs 0, 2, 1, 3
-                const uint4 lowRows = make_uint4(upperLow[0], lowerLow[0], upperLow[1], lowerLow[1]);
-                const uint4 highRows = make_uint4(upperHigh[0], lowerHigh[0], upperHigh[1], lowerHigh[1]);
+                const uint4 lowRows = make_uint4(upper[0], lower[0], upper[2], lower[2]);
+                const uint4 highRows = make_uint4(upper[1], lower[1], upper[3], lower[3]);
                 if (i % kSegmentWords == 0) {
                     shortProduct16<kDtype>(low[set], lowRows, x.x, x.y);
                     shortProduct16<kDtype>(high[set], highRows, x.z, x.w);
@@ -96,21 +84,14 @@ struct GridProduct {
 
     __device__ __forceinline__ void addSegment(const float (&low)[kSets][4], const float (&high)[kSets][4], int segment,
                                                uint32 xSums) {
-        float step[kLaneRows], rest[kLaneRows];
-#pragma unroll
-        for (int row = 0; row < kLaneRows; ++row) {
-            const uint32 shift = row * 16;
-            step[row] = halfToFloat(uint16(scales[segment].x >> shift));
-            rest[row] = kAdds ? fmaf(step[row], -kExcess, halfToFloat(uint16(scales[segment].y >> shift))) : step[row] * -kExcess;
-            step[row] *= kUnit;
-        }
+        const NumberScales<kDtype> own(kAdds ? scales[segment] : make_uint2(scales[segment].x, 0));
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
             const float2 x = loadShared8(xSums + set * kProductTokens * sizeof(float));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const float numbers = fmaf(low[set][i], kLowUnit, high[set][i]);
-                sums[set][i] = fmaf(step[i / 2], numbers, fmaf(rest[i / 2], i % 2 ? x.y : x.x, sums[set][i]));
+                sums[set][i] = fmaf(own.step[i / 2], numbers, fmaf(own.rest[i / 2], i % 2 ? x.y : x.x, sums[set][i]));
             }
         }
     }

@@ -127,10 +127,18 @@ class GemmProblem:
         """The levels of one tile."""
         return table_bytes(self.order, self.weight_bits, self.segments, apart=self.offsets_apart)
 
+    @property
+    def fine(self) -> bool:
+        """Whether levels change within half a tile."""
+        return self.segments > _HALF_TILES
+
+    def has_numbers(self, shape: GemmShape) -> bool:
+        """Whether an instance has a form that multiplies numbers, and so another one for fine levels."""
+        return self.order == Order.GRID and shape.warpgroups and shape.tokens <= GEMM_NUMBER_TOKENS
+
     def multiplies_numbers(self, shape: GemmShape) -> bool:
         """Whether an instance multiplies numbers in the place of levels (kernels/bcq/gemm_numbers.cuh)."""
-        few = shape.warpgroups and shape.tokens <= GEMM_NUMBER_TOKENS
-        return few and self.order == Order.GRID and self.segments <= _HALF_TILES
+        return self.has_numbers(shape) and not self.fine
 
 
 def table_bytes(order: Order, weight_bits: int, segments: int, *, apart: bool) -> int:
@@ -152,7 +160,7 @@ def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
     if warpgroups:
         spilling = () if it.order == Order.GRID else SPILLING.get((it.weight_bits, it.offsets_apart), ())
         known = tuple(numbers for numbers in WARPGROUP_SHAPES if numbers not in spilling)
-        if it.order == Order.GRID and it.segments <= _HALF_TILES:
+        if it.order == Order.GRID and not it.fine:
             known = NUMBER_SHAPES + tuple(numbers for numbers in known if numbers[0] > GEMM_NUMBER_TOKENS)
         known += () if it.weight_bits <= _FEW_BITS else NARROW_SHAPES
     paired = PAIRED_SHAPES if warpgroups and it.order.for_batches else ()
@@ -217,9 +225,7 @@ def gemm_arguments(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> tup
 @cache
 def gemm_unit(it: GemmProblem, dtype: torch.dtype, shape: GemmShape) -> CompileUnit:
     """The instance for a problem, activations and a shape of gemm_layouts."""
-    number = it.order == Order.GRID and shape.warpgroups and shape.tokens <= GEMM_NUMBER_TOKENS
-    one_form = shape.tokens > GEMM_FEW_TOKENS or number
-    fine = it.order.for_batches and one_form and it.segments > _HALF_TILES
+    fine = it.order.for_batches and it.fine and (shape.tokens > GEMM_FEW_TOKENS or it.has_numbers(shape))
     arguments = (
         shape.warpgroups,
         it.weight_bits,

@@ -38,8 +38,8 @@ class Costs:
 
 _PRODUCT = {16: 10, 32: 47, 64: 244, 128: 713, 256: 1992}
 # Planes and codes: fitted to 343 times of layouts in 43 problems, in which the chosen layout took 1.5 % longer than the
-# fastest on average and 10 % at most. A grid: to 340 times in 42 problems, 1.6 % and 12 %. Numbers: to 134 times in 15
-# problems, of an H100, 0.4 % and 2 %.
+# fastest on average and 10 % at most. A grid: to 340 times in 42 problems, 1.6 % and 12 %. Numbers: of an H100, 200
+# times in 15 problems, 0.3 % and 1.6 %.
 _COSTS = {
     Order.PLANES: Costs(391, 105, _PRODUCT, 850, 35, 6943, 0, 157, 19),
     Order.CODES: Costs(391, 75, _PRODUCT, 850, 35, 6943, 0, 157, 19),
