@@ -10,13 +10,14 @@ from typing import Any, get_type_hints
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, RecipeError
-from quantkit.formats import bcq, bipolar, flatten
+from quantkit.formats import bcq, bipolar, flatten, trellis
 from quantkit.formats.base import ADDED_LATER, Format, PackedWeight, Shape
 
 FORMATS: dict[str, Format] = {
     "bcq": bcq.FORMAT,
     "bipolar": bipolar.FORMAT,
     "flatten": flatten.FORMAT,
+    "trellis": trellis.FORMAT,
 }
 
 

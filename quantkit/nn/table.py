@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from quantkit.formats.base import Shape, Tensors
-from quantkit.nn import bcq_linear, bipolar_linear, flatten_linear
+from quantkit.nn import bcq_linear, bipolar_linear, flatten_linear, trellis_linear
 from quantkit.ops.epilogue import Epilogue
 
 Layout = Literal["latency", "batch"]
@@ -68,5 +68,12 @@ LINEARS: dict[str, LinearRow] = {
         prepare=flatten_linear.prepare,
         restore=flatten_linear.restore,
         prepared_forward=flatten_linear.prepared_forward,
+    ),
+    "trellis": LinearRow(
+        forward=trellis_linear.forward,
+        prepare=trellis_linear.prepare,
+        prepare_batch=trellis_linear.prepare_batch,
+        restore=trellis_linear.restore,
+        prepared_forward=trellis_linear.prepared_forward,
     ),
 }

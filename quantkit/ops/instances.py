@@ -17,6 +17,7 @@ from quantkit.ops.decode.instances import decode_units
 from quantkit.ops.flatten.instances import flatten_units
 from quantkit.ops.rotation.instances import rotation_units
 from quantkit.ops.solve.instances import solve_units
+from quantkit.ops.trellis.instances import trellis_units
 
 
 def _bcq_units(row: Architecture) -> Iterator[CompileUnit]:
@@ -39,6 +40,7 @@ INSTANCES: dict[str, Callable[[Architecture], Iterator[CompileUnit]]] = {
     "attention": attention_units,
     "rotation": rotation_units,
     "solve": solve_units,
+    "trellis": trellis_units,
 }
 
 

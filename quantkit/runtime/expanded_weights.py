@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 from torch import Tensor, nn
 
-from quantkit.formats.bcq import BcqSpec
 from quantkit.formats.bipolar import FLOAT_ACT_BITS
 from quantkit.formats.table import FORMATS
 from quantkit.nn.quantized_linear import QuantizedLinear
@@ -74,7 +73,7 @@ class _BehindRotation(nn.Linear):
 
 def _plain(module: Any) -> nn.Linear:
     """The product as the reference computes it: of W Q and x Q where inputs are rotated."""
-    rotated = isinstance(module.spec, BcqSpec) and module.spec.rotate_inputs
+    rotated = getattr(module.spec, "rotate_inputs", False)
     kind, spec = (_BehindRotation, replace(module.spec, rotate_inputs=False)) if rotated else (nn.Linear, module.spec)
     linear = kind(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
     weight = FORMATS[module.format_name].dequantize(spec, module.tensors, module.shape)

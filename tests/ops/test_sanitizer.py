@@ -38,6 +38,8 @@ WATCHED = (
     ("attention", "int8Attention"),
     ("rotation", "rotateInputs"),
     ("solve", "bcq"),
+    ("solve", "trellis"),
+    ("trellis", "trellis"),
 )
 # racecheck does not see that a lane arrives at a barrier for its warp, behind __syncwarp, and takes what is written
 # there next for a race (kernels/log.md): loads of planes and the next bulk copy; sums of x and the next ones.
