@@ -17,6 +17,7 @@ from quantkit.quantizers.base import END_LOSS, LayerInput, Transformed
 from quantkit.quantizers.bcq import quantizer as bcq
 from quantkit.quantizers.flatten import quantizer as flatten
 from quantkit.quantizers.flatten import smoothing
+from quantkit.quantizers.trellis import quantizer as trellis
 from quantkit.recipe import Recipe, nearest
 
 _HEAD_METHOD, _HEAD_GROUP = "rtn", 128
@@ -100,6 +101,13 @@ METHODS: dict[str, Method] = {
         needs_hessian=rounding.needs_hessian,
         transform=rotation.fold_rotation,
         independent_rows=True,
+    ),
+    "trellis": Method(
+        trellis.TrellisSettings,
+        trellis.quantize,
+        trellis.stored_specs,
+        needs_hessian=trellis.needs_hessian,
+        transform=rotation.fold_rotation,
     ),
 }
 

@@ -62,10 +62,11 @@ def test_a_real_checkpoint_stays_within_its_bounds(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({*recipe_names()} - {*UNNEEDY}))
 def test_what_is_said_to_need_calibration_is_refused_without(name: str, tmp_path: Path) -> None:
+    plain = ["rotate=false"] if load_recipe(name).settings.get("rotate") else []  # the model is an OPT
     with pytest.raises(CalibrationError, match="needs a calibration artifact"):
         quantize_model(
             str(GOLDEN / "model"),
-            load_recipe(name),
+            load_recipe(name, plain),
             tmp_path / "out",
             calibration=None,
             options=QuantizeOptions(),

@@ -9,6 +9,7 @@ from quantkit.cuda.compile import CompileUnit
 from quantkit.cuda.source import KernelSource
 from quantkit.formats.bcq import MOST_OFFSET_CODE, MOST_SCALE_CODE
 from quantkit.formats.planes import MAX_BITS
+from quantkit.formats.trellis import BLOCK_ROWS
 from quantkit.ops.constants import SHARED_CONSTANTS
 
 MOST_COLUMNS = 64
@@ -19,6 +20,13 @@ SOLVE_THREADS = 128  # of the other kernels' blocks
 _FLOAT_BYTES = 4
 _PADDING = 1, 4  # floats behind the values of a column, bytes behind the codes of a row
 
+TRELLIS_AHEAD = 24
+"""Rows on either side of a ring's start among which the state between its last row and its first is found: paths have
+met long before."""
+TRELLIS_FILTERS = ((2, 4), (2, 6), (3, 3), (3, 5), (4, 2), (4, 4))
+"""weight_bits and taps that weights are quantized with."""
+_SHARED_BRANCHES = 1 << 16  # bytes of won branches that a block keeps in shared memory
+
 _CONSTANTS = {
     **SHARED_CONSTANTS,
     "MOST_COLUMNS": MOST_COLUMNS,
@@ -26,10 +34,13 @@ _CONSTANTS = {
     "SOLVE_THREADS": SOLVE_THREADS,
     "MOST_SCALE_CODE": MOST_SCALE_CODE,
     "MOST_OFFSET_CODE": MOST_OFFSET_CODE,
+    "BLOCK_ROWS": BLOCK_ROWS,
+    "TRELLIS_AHEAD": TRELLIS_AHEAD,
 }
 _COLUMNS = KernelSource("solve/columns.cu", _CONSTANTS)
 _SCALES = KernelSource("solve/scales.cu", _CONSTANTS)
 _FIT = KernelSource("solve/fit.cu", _CONSTANTS)
+_TRELLIS = KernelSource("solve/trellis.cu", _CONSTANTS)
 
 
 def _columns_bytes(bits: int) -> int:
@@ -69,8 +80,32 @@ def fit_unit(bits: int, offset: bool) -> CompileUnit:
     return CompileUnit(_FIT, "bcqFitGroups", (bits, offset))
 
 
+def trellis_threads(states: int) -> int:
+    """Threads of a block of trellisColumns."""
+    return 64 if states <= 64 else 256 if states <= 1024 else 512
+
+
+def branches_bytes(states: int) -> int:
+    """Bytes of won branches of a ring, four bits a state and row."""
+    return BLOCK_ROWS * states // 2
+
+
+def trellis_scratch(states: int) -> bool:
+    """Whether the won branches of a block go to memory, as they do not fit into shared memory everywhere."""
+    return branches_bytes(states) > _SHARED_BRANCHES
+
+
+def trellis_unit(bits: int, taps: int) -> CompileUnit:
+    """trellisColumns: GPTQ or cyclic descent over columns in the trellis format."""
+    states = 2 ** (bits * (taps - 1))
+    numbers = MOST_COLUMNS * BLOCK_ROWS + 3 * states + 3 * BLOCK_ROWS + 2 * trellis_threads(states)
+    shared = numbers * _FLOAT_BYTES + (0 if trellis_scratch(states) else branches_bytes(states))
+    return CompileUnit(_TRELLIS, "trellisColumns", (bits, taps), shared)
+
+
 def solve_units(_row: Architecture) -> Iterator[CompileUnit]:
     """Every instance of the solvers' kernels; the same on every GPU."""
     for bits in range(1, MAX_BITS + 1):
         yield from (unit(bits) for unit in (round_unit, descend_unit, residual_unit))
         yield from (unit(bits, offset) for unit in (signs_unit, refit_unit, fit_unit) for offset in (False, True))
+    yield from (trellis_unit(bits, taps) for bits, taps in TRELLIS_FILTERS)

@@ -45,7 +45,7 @@ def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: f
     """
     if layer.hessian is None:
         raise StatsError(f"{layer.name}: compensation needs a Hessian; pass a calibration artifact")
-    found = _ordered(layer, group_width(shape.group_size, layer.weight.shape[1]), damping)
+    found = ordered_hessian(layer, group_width(shape.group_size, layer.weight.shape[1]), damping)
     weight = layer.weight[:, found.order.columns]
     coding = _code_in_order(weight, found.factor, shape, fit, ScaleGrid())
     if shape.coded_scales:  # the factors must be there before the first group: once more, with those of the fp16 scales
@@ -55,7 +55,7 @@ def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: f
 
 
 @dataclass(frozen=True)
-class _OrderedHessian:
+class OrderedHessian:
     """A Hessian for groups of one width. damped: in the weight's order of columns. factor: in ``order``."""
 
     width: int
@@ -65,10 +65,10 @@ class _OrderedHessian:
     factor: InverseFactor
 
 
-def _ordered(layer: LayerInput, width: int, damping: float) -> _OrderedHessian:
+def ordered_hessian(layer: LayerInput, width: int, damping: float) -> OrderedHessian:
     """The layer's Hessian for such groups, factored once for all bit widths that are tried one after the other."""
     assert layer.hessian is not None
-    known: _OrderedHessian | None = layer.memo.get(_MEMO)
+    known: OrderedHessian | None = layer.memo.get(_MEMO)
     if known is not None and (known.width, known.damping) == (width, damping):
         return known
     order = group_order(layer.hessian.diagonal(), width)
@@ -78,8 +78,8 @@ def _ordered(layer: LayerInput, width: int, damping: float) -> _OrderedHessian:
     except StatsError as error:
         raise StatsError(f"{layer.name}: {error}") from error
     damped.diagonal().add_(factor.damping * (damped.diagonal().mean().item() or 1.0))
-    layer.memo[_MEMO] = _OrderedHessian(width, damping, order, damped, factor)
-    found: _OrderedHessian = layer.memo[_MEMO]
+    layer.memo[_MEMO] = OrderedHessian(width, damping, order, damped, factor)
+    found: OrderedHessian = layer.memo[_MEMO]
     return found
 
 

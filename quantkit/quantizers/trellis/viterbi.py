@@ -1,0 +1,150 @@
+"""The signs of least squared error of columns in the trellis format, by the Viterbi algorithm.
+
+A block of rows is a path through a trellis: the state behind row n is the bits of rows n - taps + 2 .. n, a step adds
+the q bits of the next row, and the weight of that row is a sum over all bits of state and step. The path of least cost
+is found exactly. Blocks are rings, so a path has to end in the state that it began with: a first pass over the middle
+of the ring finds the state between the last row and the first, a second pass the best path through it.
+Source: Viterbi 1967; tail-biting as in QTIP (Tseng et al. 2024, algorithm 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.formats.trellis import BLOCK_ROWS
+from quantkit.ops.solve.instances import TRELLIS_AHEAD
+from quantkit.ops.solve.trellis import RowCode
+
+_MOST_COSTS = 1 << 24  # branch costs that are held at once
+
+
+@dataclass(frozen=True, eq=False)
+class Trellis:
+    """values [2**(q * taps)] fp32: the weight of every window of bits. The lowest q bits are those of the row itself,
+    plane i in bit i; the next q those of the row before."""
+
+    values: Tensor
+    weight_bits: int
+
+    @classmethod
+    def of(cls, filter: Tensor) -> Trellis:
+        """The trellis of a filter [q, taps] fp32."""
+        bits, taps = filter.shape
+        windows = torch.arange(2 ** (bits * taps), device=filter.device)
+        values = torch.zeros(len(windows), device=filter.device)
+        for d in range(taps):
+            for i in range(bits):
+                values += filter[i, d] * (((windows >> (d * bits + i)) & 1) * 2 - 1)
+        return cls(values, bits)
+
+    @property
+    def states(self) -> int:
+        """States between two rows."""
+        return len(self.values) >> self.weight_bits
+
+
+def code_columns(values: Tensor, rows: RowCode) -> Tensor:
+    """Codes [C, N] uint8 nearest to values [C, N] fp32, ring by ring of every column."""
+    return _code_columns(values, rows)[0]
+
+
+def round_columns(values: Tensor, factor: Tensor, rows: RowCode) -> tuple[Tensor, Tensor, Tensor]:
+    """GPTQ over columns [C, N]: (codes uint8, levels, errors), [C, N] each.
+
+    factor: [C, C], of the inverse Hessian, upper.
+    """
+    left = values.clone()
+    codes, stored, errors = torch.empty_like(left, dtype=torch.uint8), torch.empty_like(left), torch.empty_like(left)
+    for i in range(len(left)):
+        codes[i : i + 1], stored[i : i + 1] = _code_columns(left[i : i + 1], rows)
+        errors[i] = (left[i] - stored[i]) / factor[i, i]
+        left[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
+    return codes, stored, errors
+
+
+def descend_columns(pressure: Tensor, old: Tensor, hessian: Tensor, rows: RowCode) -> tuple[Tensor, Tensor]:
+    """Cyclic descent over columns: codes [C, N] uint8, and what each level moved by from ``old`` [C, N].
+
+    pressure: [C, N], of (W - W') H. hessian: [C, C].
+    """
+    left = pressure.clone()
+    codes, moved = torch.empty_like(left, dtype=torch.uint8), torch.empty_like(left)
+    for i in range(len(left)):
+        codes[i : i + 1], level = _code_columns((old[i] + left[i] / hessian[i, i])[None], rows)
+        moved[i] = level[0] - old[i]
+        left[i + 1 :].addr_(hessian[i, i + 1 :], moved[i], alpha=-1)
+    return codes, moved
+
+
+def _code_columns(values: Tensor, rows: RowCode) -> tuple[Tensor, Tensor]:
+    """Codes and levels, [C, N] each, nearest to ``values``."""
+    trellis, targets = Trellis.of(rows.filter), values / rows.scales
+    codes, units = torch.empty_like(values, dtype=torch.uint8), torch.empty_like(values)
+    columns, n = values.shape
+    whole = n - n % BLOCK_ROWS
+    for first, stop, ring in ((0, whole, BLOCK_ROWS), (whole, n, n % BLOCK_ROWS)):
+        if first == stop:
+            continue
+        rings = targets[:, first:stop].reshape(-1, ring)  # [C * rings, ring]
+        importance = rows.importance[first:stop].view(1, -1, ring).expand(columns, -1, ring).reshape(-1, ring)
+        at_once = max(1, _MOST_COSTS // (len(trellis.values) * ring))
+        parts = [
+            _code_rings(part, weight, trellis)
+            for part, weight in zip(rings.split(at_once), importance.split(at_once), strict=True)
+        ]
+        for into, found in zip((codes, units), zip(*parts, strict=True), strict=True):
+            into[:, first:stop] = torch.cat(found).view(columns, -1)
+    return codes, units * rows.scales
+
+
+def _code_rings(values: Tensor, weights: Tensor, trellis: Trellis) -> tuple[Tensor, Tensor]:
+    """Codes and what they stand for, [B, R] each, of rings of R rows."""
+    ring = values.shape[1]
+    ahead = min(TRELLIS_AHEAD, ring // 2)
+    costs = _branch_costs(values, weights, trellis)
+    order = [*range(ring - ahead, ring), *range(ahead)]
+    came, last = _forward([costs[row] for row in order], trellis, None)
+    state = last.argmin(dim=1)
+    for step in reversed(range(ahead, 2 * ahead)):
+        state = _window(came[step], state, trellis) >> trellis.weight_bits
+    came, _ = _forward(list(costs), trellis, state)
+    windows = torch.empty(values.shape, dtype=torch.int64, device=values.device)
+    for row in reversed(range(ring)):
+        windows[:, row] = _window(came[row], state, trellis)
+        state = windows[:, row] >> trellis.weight_bits
+    return (windows & (2**trellis.weight_bits - 1)).to(torch.uint8), trellis.values[windows]
+
+
+def _branch_costs(values: Tensor, weights: Tensor, trellis: Trellis) -> Tensor:
+    """[R, B, windows]: weight * (value^2 - 2 x value), the squared error of a row but for a constant."""
+    parts = torch.stack([weights, -2 * weights * values], dim=-1).transpose(0, 1)  # [R, B, 2]
+    return parts @ torch.stack([trellis.values.square(), trellis.values])
+
+
+def _forward(costs: list[Tensor], trellis: Trellis, start: Tensor | None) -> tuple[list[Tensor], Tensor]:
+    """For every row and state behind it the highest q bits of its best window, and the costs [B, states] at the end.
+
+    start: [B], the only state to begin with; None: any.
+    """
+    states, branches = trellis.states, 2**trellis.weight_bits
+    total = torch.zeros(len(costs[0]), states, device=costs[0].device)
+    if start is not None:
+        total.fill_(torch.inf).scatter_(1, start[:, None], 0.0)
+    came = []
+    for cost in costs:
+        through = cost.view(-1, branches, states // branches, branches) + total.view(
+            -1, branches, states // branches, 1
+        )
+        least, best = through.min(dim=1)
+        total = least.flatten(1)
+        came.append(best.flatten(1).to(torch.uint8))
+    return came, total
+
+
+def _window(came: Tensor, state: Tensor, trellis: Trellis) -> Tensor:
+    """The best window [B] that leads to ``state``."""
+    highest = came.gather(1, state[:, None])[:, 0].long()
+    return highest * trellis.states + state

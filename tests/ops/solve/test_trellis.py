@@ -1,0 +1,76 @@
+"""The kernel that chooses columns in the trellis format against its twin in PyTorch, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.formats.trellis import filter_rows
+from quantkit.ops.solve import trellis as kernels
+from quantkit.ops.solve.instances import MOST_COLUMNS, TRELLIS_FILTERS
+from quantkit.ops.solve.trellis import RowCode
+from quantkit.quantizers.trellis import viterbi
+from quantkit.quantizers.trellis.filters import FILTERS, filter_for
+
+# Costs are summed in another order, so of two paths of nearly one cost the other may win.
+COST_RTOL, LOSS_RTOL = 1e-3, 2e-2
+LEVEL_ATOL = 1e-5  # sums of up to 16 terms in another order
+SHAPES = ((64, 3), (80, MOST_COLUMNS), (176, 33))  # N, C: whole rings, and a short last one
+
+
+def test_every_filter_has_an_instance() -> None:
+    assert set(FILTERS) == set(TRELLIS_FILTERS)
+
+
+def _levels(codes: Tensor, rows: RowCode) -> Tensor:
+    planes = [((codes.t() >> i) & 1).float() * 2 - 1 for i in range(len(rows.filter))]
+    return filter_rows(torch.stack(planes), rows.filter).t() * rows.scales
+
+
+def _problem(bits: int, taps: int, n: int, columns: int) -> tuple[Tensor, RowCode, Tensor]:
+    scales = (torch.rand(n) * 0.05 + 0.01).half().float().cuda()
+    x = torch.randn(4 * columns, columns).cuda()
+    hessian = x.t() @ x / len(x) + 0.1 * torch.eye(columns).cuda()
+    return torch.randn(columns, n).cuda() * scales, RowCode.of(scales, filter_for(bits, taps).cuda()), hessian
+
+
+def _loss(values: Tensor, levels: Tensor, hessian: Tensor) -> float:
+    residual = values - levels
+    return float((residual * (hessian @ residual)).sum())
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("bits", "taps"), TRELLIS_FILTERS)
+@pytest.mark.parametrize(("n", "columns"), SHAPES)
+def test_columns_by_themselves(bits: int, taps: int, n: int, columns: int) -> None:
+    values, rows, _ = _problem(bits, taps, n, columns)
+    found, twin = kernels.code_columns(values, rows), viterbi.code_columns(values, rows)
+
+    def cost(codes: Tensor) -> float:
+        return float((((_levels(codes, rows) - values) / rows.scales).square() * rows.importance).sum())
+
+    assert cost(found) == pytest.approx(cost(twin), rel=COST_RTOL)
+    assert torch.equal(found, kernels.code_columns(values, rows))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("bits", "taps"), TRELLIS_FILTERS)
+@pytest.mark.parametrize(("n", "columns"), SHAPES)
+def test_rounding_and_descent(bits: int, taps: int, n: int, columns: int) -> None:
+    values, rows, hessian = _problem(bits, taps, n, columns)
+    factor = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    codes, levels, errors = kernels.round_columns(values, factor, rows)
+    _, twin, _ = viterbi.round_columns(values, factor, rows)
+    torch.testing.assert_close(levels, _levels(codes, rows), atol=LEVEL_ATOL, rtol=0)
+    assert _loss(values, levels, hessian) == pytest.approx(_loss(values, twin, hessian), rel=LOSS_RTOL)
+    torch.testing.assert_close(values - levels, factor.t() @ errors, atol=1e-3, rtol=0)
+    pressure = hessian @ (values - levels)
+    codes, moved = kernels.descend_columns(pressure, levels, hessian, rows)
+    _, other = viterbi.descend_columns(pressure, levels, hessian, rows)
+    torch.testing.assert_close(levels + moved, _levels(codes, rows), atol=LEVEL_ATOL, rtol=0)
+    assert _loss(values, levels + moved, hessian) <= _loss(values, levels, hessian)
+    assert _loss(values, levels + moved, hessian) == pytest.approx(
+        _loss(values, levels + other, hessian), rel=LOSS_RTOL
+    )
