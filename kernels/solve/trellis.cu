@@ -15,7 +15,6 @@ namespace {
 
 constexpr int kRing = QK_BLOCK_ROWS;           // rows of a ring, at most
 constexpr int kMostColumns = QK_MOST_COLUMNS;  // of a block
-constexpr int kAhead = QK_TRELLIS_AHEAD;       // rows on either side of a ring's start that the first pass goes through
 constexpr float kImpossible = 1e30f;           // cost of a state that no path leads to
 
 template <int kBits, int kTaps>
@@ -39,7 +38,7 @@ struct Room {
     float* best;    // [kThreads]
     uint32* state;  // [kThreads]
     uint32* windows;  // [kRing]
-    uint8* came;    // [kRing][kPairs]
+    uint8* came;    // [kRing][kPairs], of the last kRing steps
 
     __device__ __forceinline__ Room(float* start, uint8* scratch) {
         work = start;
@@ -97,7 +96,7 @@ __device__ __forceinline__ int forward(const Room<kBits, kTaps>& room, const flo
                 }
             }
             to[pair] = make_float2(least[0], least[1]);
-            room.came[step * S::kPairs + pair] = uint8(branch[0] | branch[1] << 4);
+            room.came[step % kRing * S::kPairs + pair] = uint8(branch[0] | branch[1] << 4);
         }
         half ^= 1;
         __syncthreads();
@@ -109,7 +108,7 @@ __device__ __forceinline__ int forward(const Room<kBits, kTaps>& room, const flo
 template <int kBits, int kTaps>
 __device__ __forceinline__ uint32 windowOf(const Room<kBits, kTaps>& room, int step, uint32 state) {
     using S = Sizes<kBits, kTaps>;
-    const uint32 branches = room.came[step * S::kPairs + state / 2];
+    const uint32 branches = room.came[step % kRing * S::kPairs + state / 2];
     return (branches >> (state % 2 * 4) & 15) << S::kStateBits | state;
 }
 
@@ -137,19 +136,19 @@ __device__ __forceinline__ uint32 cheapest(const Room<kBits, kTaps>& room, const
     return room.state[0];
 }
 
-// The windows of the best path round the ring to room.target.
+// The windows of the best path round the ring to room.target: the state that it begins and ends with is that between two
+// turns of a path from anywhere to anywhere.
 template <int kBits, int kTaps>
 __device__ __forceinline__ void codeRing(const Room<kBits, kTaps>& room, const float (&high)[1 << kBits],
                                          const float* __restrict__ importance, int ring) {
     using S = Sizes<kBits, kTaps>;
-    const int ahead = min(kAhead, ring / 2);
     for (int n = threadIdx.x; n < S::kStates; n += S::kThreads) room.costs[n] = 0.f;
     __syncthreads();
-    const int half = forward<kBits, kTaps>(room, high, importance, ring - ahead, 2 * ahead, ring);
+    const int half = forward<kBits, kTaps>(room, high, importance, 0, 2 * ring, ring);
     const uint32 last = cheapest<kBits, kTaps>(room, room.costs + half * S::kStates);
     if (threadIdx.x == 0) {
         uint32 state = last;
-        for (int step = 2 * ahead - 1; step >= ahead; --step) state = windowOf<kBits, kTaps>(room, step, state) >> kBits;
+        for (int step = 2 * ring - 1; step >= ring; --step) state = windowOf<kBits, kTaps>(room, step, state) >> kBits;
         room.state[0] = state;
     }
     __syncthreads();
@@ -172,7 +171,7 @@ __device__ __forceinline__ void codeRing(const Room<kBits, kTaps>& room, const f
 
 // Grid: (rings, ceil(C / kMostColumns)); where there is a matrix, C is at most kMostColumns. Block: kThreads.
 template <int kBits, int kTaps>
-__global__ void __launch_bounds__((Sizes<kBits, kTaps>::kThreads))
+__global__ void __launch_bounds__((Sizes<kBits, kTaps>::kThreads), 1)
 trellisColumns(const float* __restrict__ values,      // [C, N]: those to round, or the pressure
                const float* __restrict__ old,         // [C, N]: levels to descend from; null: round
                const float* __restrict__ matrix,      // [C, C] matrixStride apart: U or H; null: none to make up for

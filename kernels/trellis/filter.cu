@@ -28,7 +28,7 @@ trellisFilter(const uint16* __restrict__ z,      // [M, kBits N] of kDtype
               uint16* __restrict__ y,            // [M, N] of kDtype
               int N, int taps,
               float unit,   // what z counts in
-              bool ready) {  // filter, scales and bias may be read before the kernel in front ends
+              int ready) {   // filter, scales and bias may be read before the kernel in front ends
     __shared__ float sums[kBits][kRows];
     __shared__ float weights[kMostTaps * kBits];
     allowNextKernel();

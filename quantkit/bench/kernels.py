@@ -219,6 +219,13 @@ def _bcq_kernel(module: QuantizedLinear, x: Tensor) -> str:
     return choose(x, spec.weight_bits, module.out_features, spec.group_size, spec.scale_bits, order=weight.order)
 
 
+def _trellis_kernel(module: QuantizedLinear, x: Tensor) -> str:
+    from quantkit.nn.trellis_linear import prepared_weight
+    from quantkit.ops.trellis.op import implementation
+
+    return implementation(x, prepared_weight(module.spec, module.held, module.shape))
+
+
 def _bipolar_kernel(module: QuantizedLinear, x: Tensor) -> str:
     from quantkit.ops.bipolar.plan import kernel_for
 
@@ -233,5 +240,9 @@ def _bipolar_input(module: QuantizedLinear, x: Tensor) -> Tensor:
     return unrotate(rounded).double() if module.spec.rotate_inputs else rounded
 
 
-IMPLEMENTATIONS: dict[str, Callable[[QuantizedLinear, Tensor], str]] = {"bcq": _bcq_kernel, "bipolar": _bipolar_kernel}
+IMPLEMENTATIONS: dict[str, Callable[[QuantizedLinear, Tensor], str]] = {
+    "bcq": _bcq_kernel,
+    "bipolar": _bipolar_kernel,
+    "trellis": _trellis_kernel,
+}
 ROUNDED_INPUTS: dict[str, Callable[[QuantizedLinear, Tensor], Tensor]] = {"bipolar": _bipolar_input}

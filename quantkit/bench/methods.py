@@ -15,6 +15,7 @@ from quantkit.formats.base import Shape, TensorSpec
 from quantkit.formats.bcq import ROW_WISE, BcqSpec
 from quantkit.formats.bipolar import BipolarSpec
 from quantkit.formats.table import FORMATS, format_name
+from quantkit.formats.trellis import TrellisSpec
 from quantkit.methods import head_spec
 
 ROW = "row"
@@ -25,7 +26,9 @@ _SCALES = (0.0, _LARGEST_SCALE)
 _FLOAT_RANGES = {  # tensor name -> of its random content, where it is no scale
     "offset": (-_LARGEST_SCALE / 2, _LARGEST_SCALE / 2),
     "scale_factors": (0.0, _LARGEST_SCALE / _LARGEST_CODE),
+    "filter": (-0.5, 0.5),
 }
+_TAPS = {1: 8, 2: 6, 3: 5, 4: 4, 5: 3, 6: 2}  # of a filter, by bits; of recipes where there is one
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ METHOD_NAMES: tuple[MethodName, ...] = (
         re.compile(r"bipolar-w(\d)a(\d+)"),
         "bipolar-w2a2",
         lambda found: BipolarSpec(int(found[1]), int(found[2])),
+    ),
+    MethodName(
+        re.compile(r"trellis-w([1-6])"),
+        "trellis-w2",
+        lambda found: TrellisSpec(int(found[1]), _TAPS[int(found[1])]),
     ),
 )
 

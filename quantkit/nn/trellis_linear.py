@@ -50,9 +50,14 @@ def _prepared(stored: TrellisTensors, shape: Shape, order: Order) -> dict[str, T
 
 def restore(spec: TrellisSpec, prepared: Tensors, shape: Shape) -> dict[str, Tensor]:
     """The canonical tensors that ``prepare`` was given, bit for bit."""
+    return restore_planes(prepared_weight(spec, prepared, shape)).named()
+
+
+def prepared_weight(spec: TrellisSpec, prepared: Tensors, shape: Shape) -> TrellisTiles:
+    """What ``prepare`` or ``prepare_batch`` gave."""
     order, features = _order(prepared), spec.weight_bits * shape[0]
     planes = BcqTiles(prepared[_TILES[order]], prepared["scale_tiles"], None, features, shape[1], ROW_WISE, order)
-    return restore_planes(TrellisTiles(planes, prepared["scales"], prepared["filter"])).named()
+    return TrellisTiles(planes, prepared["scales"], prepared["filter"])
 
 
 def prepared_forward(spec: TrellisSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -20,9 +20,6 @@ SOLVE_THREADS = 128  # of the other kernels' blocks
 _FLOAT_BYTES = 4
 _PADDING = 1, 4  # floats behind the values of a column, bytes behind the codes of a row
 
-TRELLIS_AHEAD = 24
-"""Rows on either side of a ring's start among which the state between its last row and its first is found: paths have
-met long before."""
 TRELLIS_FILTERS = ((2, 4), (2, 6), (3, 3), (3, 5), (4, 2), (4, 4))
 """weight_bits and taps that weights are quantized with."""
 _SHARED_BRANCHES = 1 << 16  # bytes of won branches that a block keeps in shared memory
@@ -35,7 +32,6 @@ _CONSTANTS = {
     "MOST_SCALE_CODE": MOST_SCALE_CODE,
     "MOST_OFFSET_CODE": MOST_OFFSET_CODE,
     "BLOCK_ROWS": BLOCK_ROWS,
-    "TRELLIS_AHEAD": TRELLIS_AHEAD,
 }
 _COLUMNS = KernelSource("solve/columns.cu", _CONSTANTS)
 _SCALES = KernelSource("solve/scales.cu", _CONSTANTS)

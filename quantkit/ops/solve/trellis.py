@@ -67,7 +67,9 @@ def _columns(values: Tensor, rows: RowCode, matrix: Tensor | None, old: Tensor |
     values, (columns, n) = values.contiguous(), values.shape
     codes, stored = torch.empty_like(values, dtype=torch.uint8), torch.empty_like(values)
     moves = torch.empty_like(values) if matrix is not None else None
-    assert matrix is None or (columns <= MOST_COLUMNS and matrix.stride(1) == 1)
+    assert matrix is None or columns <= MOST_COLUMNS
+    if matrix is not None and matrix.stride(1) != 1:
+        matrix = matrix.contiguous()
     grid = -(-n // BLOCK_ROWS), -(-columns // MOST_COLUMNS)
     scratch = None
     if trellis_scratch(rows.states):

@@ -20,6 +20,7 @@ from quantkit.cuda.launch import DTYPE_CODES, Launch
 from quantkit.formats.bcq import ROW_WISE
 from quantkit.formats.planes import pack_bits
 from quantkit.formats.trellis import BLOCK_ROWS, TrellisTensors, dequantize_stored
+from quantkit.ops.bcq.autotune import choose
 from quantkit.ops.bcq.instances import TILE_K
 from quantkit.ops.bcq.layout import BcqTiles
 from quantkit.ops.bcq.op import bcq_linear_prepared
@@ -124,35 +125,32 @@ def filter_sums(sums: Tensor, weight: TrellisTiles, bias: Tensor | None, *, weig
             "N": rows,
             "taps": taps,
             "unit": 1 / weight.unit,
-            "ready": weights_ready,
+            "ready": int(weights_ready),
         },
         overlap=True,
     ).run()
     return y
 
 
+def implementation(x: Tensor, weight: TrellisTiles) -> str:
+    """The kernel that multiplies x [M, K] with the planes, or ``trellisDequantize``."""
+    if len(x) > FEW_TOKENS or x.dtype == torch.float32:
+        return "trellisDequantize"
+    planes = weight.planes
+    return choose(x, 1, planes.out_features, ROW_WISE, planes.scale_bits, order=planes.order)
+
+
 def _product(x: Tensor, weight: TrellisTiles, bias: Tensor | None, *, weights_ready: bool) -> Tensor:
-    rows = len(weight.scales)
+    rows, planes = len(weight.scales), weight.planes
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     bias = None if bias is None else bias.to(x.dtype)
     if not len(flat):
         return x.new_empty(*x.shape[:-1], rows)
     if len(flat) > FEW_TOKENS or x.dtype == torch.float32:
-        y = linear(flat, dequantize_planes(weight, x.dtype), bias)
-    else:
-        planes = weight.planes
-        sums = bcq_linear_prepared(
-            flat,
-            planes.tiles,
-            planes.scale_tiles,
-            None,
-            planes.out_features,
-            ROW_WISE,
-            weights_ready=weights_ready,
-            order=planes.order.value,
-        )
-        y = filter_sums(sums, weight, bias, weights_ready=weights_ready)
-    return y.view(*x.shape[:-1], rows)
+        return linear(x, dequantize_planes(weight, x.dtype), bias)
+    stored = planes.tiles, planes.scale_tiles, None, planes.out_features, ROW_WISE
+    sums = bcq_linear_prepared(flat, *stored, weights_ready=weights_ready, order=planes.order.value)
+    return filter_sums(sums, weight, bias, weights_ready=weights_ready).view(*x.shape[:-1], rows)
 
 
 def _linear_cuda(op: TrellisLinear) -> Tensor:

@@ -2,8 +2,8 @@
 
 A block of rows is a path through a trellis: the state behind row n is the bits of rows n - taps + 2 .. n, a step adds
 the q bits of the next row, and the weight of that row is a sum over all bits of state and step. The path of least cost
-is found exactly. Blocks are rings, so a path has to end in the state that it began with: a first pass over the middle
-of the ring finds the state between the last row and the first, a second pass the best path through it.
+is found exactly. Blocks are rings, so a path has to end in the state that it began with: a first pass goes round twice,
+from any state to any, and gives the state between its turns; a second pass finds the best path round through it.
 Source: Viterbi 1967; tail-biting as in QTIP (Tseng et al. 2024, algorithm 4).
 """
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quantkit.formats.trellis import BLOCK_ROWS
-from quantkit.ops.solve.instances import TRELLIS_AHEAD
 from quantkit.ops.solve.trellis import RowCode
 
 _MOST_COSTS = 1 << 24  # branch costs that are held at once
@@ -103,12 +102,10 @@ def _code_columns(values: Tensor, rows: RowCode) -> tuple[Tensor, Tensor]:
 def _code_rings(values: Tensor, weights: Tensor, trellis: Trellis) -> tuple[Tensor, Tensor]:
     """Codes and what they stand for, [B, R] each, of rings of R rows."""
     ring = values.shape[1]
-    ahead = min(TRELLIS_AHEAD, ring // 2)
     costs = _branch_costs(values, weights, trellis)
-    order = [*range(ring - ahead, ring), *range(ahead)]
-    came, last = _forward([costs[row] for row in order], trellis, None)
+    came, last = _forward([*costs, *costs], trellis, None)
     state = last.argmin(dim=1)
-    for step in reversed(range(ahead, 2 * ahead)):
+    for step in reversed(range(ring, 2 * ring)):
         state = _window(came[step], state, trellis) >> trellis.weight_bits
     came, _ = _forward(list(costs), trellis, state)
     windows = torch.empty(values.shape, dtype=torch.int64, device=values.device)

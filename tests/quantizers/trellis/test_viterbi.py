@@ -13,7 +13,7 @@ from quantkit.quantizers.trellis.viterbi import Trellis, code_columns, descend_c
 
 GAUSSIAN_ERROR = {(2, 4): 0.0800, (2, 6): 0.0771, (3, 3): 0.0212, (3, 5): 0.0193, (4, 2): 0.0062, (4, 4): 0.0050}
 SCALAR_ERROR = {2: 0.1175, 3: 0.03454, 4: 0.009497}  # of the best q-bit quantizer of a Gaussian (Max 1960)
-SAMPLING = 1.08  # of a mean over 16384 squares, and what closing the rings costs
+SAMPLING = 1.06  # of a mean over 16384 squares, and what closing the rings costs
 FP32_ATOL = 1e-5  # sums of a few terms in another order
 CLOSED = 1.1  # of the least cost: the state between last and first row is found first, and then kept
 
