@@ -64,7 +64,8 @@ __device__ __forceinline__ void arrangeVector(Rows& rows, const ThreadVector& ow
 }  // namespace
 
 __global__ void __launch_bounds__(kThreads)
-bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K]; see arrange.cuh
+bcqArrange(const uint16* x,                // [M, K]; written until the wait, so not __restrict__
+           uint4* __restrict__ arranged,  // see arrange.cuh
            int M, int K,
            int tileTokens,  // of a token tile
            int bits, int vectors) {  // vectors: rows of x are 16-byte aligned and K % 8 == 0
@@ -77,9 +78,10 @@ bcqArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [M, K
 
 // For experts: place m of their tiles takes row slots[m] / choices of x; places of no pair, -1, stay as they are.
 __global__ void __launch_bounds__(kThreads)
-bcqExpertsArrange(const uint16* __restrict__ x, uint4* __restrict__ arranged,  // [pairs / choices, K]; see arrange.cuh
-                  const int* __restrict__ slots,  // [M], route.cu
-                  int choices,                    // pairs that share a row of x
+bcqExpertsArrange(const uint16* x,                // [pairs / choices, K]; written until the wait, as slots are
+                  uint4* __restrict__ arranged,  // see arrange.cuh
+                  const int* slots,              // [M], route.cu
+                  int choices,                   // pairs that share a row of x
                   int M, int K, int tileTokens, int bits, int vectors) {
     __shared__ Rows rows;
     const ThreadVector own;

@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, kFine || kBits > kRoomyBits ? 2 : 3)
 bcqLutGemv(const uint4* __restrict__ tiles,     // sign tiles
            const typename StoredPair<kScaleBits>::Type* __restrict__ scales,  // scale tiles
            const uint16* __restrict__ factors,  // factor tiles; null with fp16 scales
-           const uint16* __restrict__ x,        // [M, K], fp16 or bf16
+           const uint16* x,                     // [M, K], fp16 or bf16; written until the wait, so not __restrict__
            float* __restrict__ partial,         // [gridDim.y, M, N]
            int N, int K,
            int groups, int groupSize,
@@ -294,7 +294,7 @@ bcqLutGemv(const uint4* __restrict__ tiles,     // sign tiles
 
 // y[m][n] = residual[m][n] + activation(bias[n] + sum of the pairs' partial results, in order).
 __global__ void __launch_bounds__(kThreads)
-bcqSumPartials(const float* __restrict__ partial,  // [pairs, M, N]
+bcqSumPartials(const float* partial,              // [pairs, M, N]; written until the wait, so not __restrict__
                const uint16* __restrict__ bias,    // [N] in y's type, or null
                const uint16* residual,             // [M, N], or null
                uint16* __restrict__ y,             // [M, N]

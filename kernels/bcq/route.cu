@@ -25,7 +25,7 @@ __device__ __forceinline__ uint32 equalLanes(int number) {
 }  // namespace
 
 __global__ void __launch_bounds__(kThreads)
-bcqRoute(const long long* __restrict__ chosen,  // [pairs]
+bcqRoute(const long long* chosen,              // [pairs]; written until the wait, so not __restrict__
          int* __restrict__ slots, int* __restrict__ tileExperts, int* __restrict__ tileCount,
          uint16* __restrict__ y,                // [pairs, N]
          int pairs, int experts, int tileTokens, int mostTiles, int N) {

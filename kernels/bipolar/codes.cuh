@@ -34,7 +34,7 @@ struct Columns {
 #pragma unroll
             for (int w = 0; w < kRunWords; w += kBytesPerWord) {
                 uint4 part = make_uint4(0, 0, 0, 0);
-                if (wanted) part = __ldg(reinterpret_cast<const uint4*>(from + run * kRunDistance * kElement + w * 4));
+                if (wanted) part = *reinterpret_cast<const uint4*>(from + run * kRunDistance * kElement + w * 4);
                 word[run][w] = part.x, word[run][w + 1] = part.y;
                 word[run][w + 2] = part.z, word[run][w + 3] = part.w;
             }

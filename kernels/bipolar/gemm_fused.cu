@@ -60,8 +60,8 @@ __device__ __forceinline__ void writeItem(const int* sums, const LineOf<true>* f
 template <int kBits, int kTokens, int kWarpgroups, int kSlots, int kStages>
 __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
     bipolarGemmFused(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,    // bytes of x, planes of W
-                     const int* __restrict__ xSums, const int* __restrict__ wSums,          // [M] or [2, M], [N]
-                     const float* __restrict__ xSteps, const uint16* __restrict__ wScales,  // [M] fp32, [N] fp16
+                     const int* xSums, const int* __restrict__ wSums,  // [M] or [2, M], written until the wait; [N]
+                     const float* xSteps, const uint16* __restrict__ wScales,  // [M] fp32, written until the wait; [N] fp16
                      const void* __restrict__ bias,                                         // [N] of y's type, or null
                      uint8* __restrict__ y,                                                 // [M, N]
                      uint32* partials, uint32* ready,                                       // SharedItem

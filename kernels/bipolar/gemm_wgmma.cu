@@ -118,8 +118,8 @@ template <int kKindValue, int kPlanesW, int kPlanesX, bool kSwap, int kRowsB, in
           int kDtype, bool kZero>
 __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     bipolarGemmWgmma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,  // planes.cuh
-                     const int* __restrict__ xSums, const int* __restrict__ wSums,        // [M], [N] sums of codes
-                     const float* __restrict__ xSteps, const uint16* __restrict__ wScales,  // [M] fp32, [N] fp16
+                     const int* xSums, const int* __restrict__ wSums,  // [M], written until the wait; [N]: sums of codes
+                     const float* xSteps, const uint16* __restrict__ wScales,  // [M] fp32, written until the wait; [N] fp16
                      const void* __restrict__ bias,                                       // [N] of kDtype, or null
                      uint8* __restrict__ y,                                               // [M, N] of kDtype
                      int M, int N, int K, int actLimit, int weightLimit,

@@ -66,7 +66,7 @@ __device__ __forceinline__ Columns<kFloat32> rotated(const Columns<kDtype>& own,
 // zero: rows have zero points. width: of the rotation's blocks, or 0 for none; root: 1 / sqrt(width).
 template <int kPlanes, int kDtype>
 __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
-    bipolarQuantizeRotated(const uint8* __restrict__ x,      // [M, K] of kDtype
+    bipolarQuantizeRotated(const uint8* x,                   // [M, K] of kDtype; written until the wait: no __restrict__
                            const float* __restrict__ actClip,  // [1]
                            uint8* __restrict__ tiles,        // [ceil(M/64), k tiles, planes, 64, 128]
                            int* __restrict__ sums,           // [M], or [2, M] where zero is set

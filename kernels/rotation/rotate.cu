@@ -43,8 +43,8 @@ struct Lane {
 // bytes. runs: of all rows, M * ceil(K / 256).
 template <int kDtype>
 __global__ void __launch_bounds__(kWarps * kWarpSize)
-    rotateInputs(const uint4* __restrict__ x,  // [M, K] of kDtype
-                 uint4* __restrict__ y,        // [M, K] of kDtype
+    rotateInputs(const uint4* x,         // [M, K] of kDtype; written until the wait, so not __restrict__
+                 uint4* __restrict__ y,  // [M, K] of kDtype
                  int K, int runs, int width, float root) {
     allowNextKernel();
     const int lane = threadIdx.x % kWarpSize;

@@ -21,14 +21,14 @@ constexpr int kMostTaps = QK_MOST_TAPS;
 
 template <int kDtype, int kBits>
 __global__ void __launch_bounds__(kThreads)
-trellisFilter(const uint16* __restrict__ z,      // [M, kBits N] of kDtype
-              const float* __restrict__ filter,  // [kBits, taps]
+trellisFilter(const uint16* z,                   // [M, kBits N] of kDtype; written until the wait: no __restrict__
+              const float* __restrict__ filter,   // [kBits, taps]
               const uint16* __restrict__ scales,  // [N] fp16
-              const uint16* __restrict__ bias,   // [N] of kDtype, or null
-              uint16* __restrict__ y,            // [M, N] of kDtype
+              const uint16* __restrict__ bias,    // [N] of kDtype, or null
+              uint16* __restrict__ y,             // [M, N] of kDtype
               int N, int taps,
-              float unit,   // what z counts in
-              int ready) {   // filter, scales and bias may be read before the kernel in front ends
+              float unit,  // what z counts in
+              int ready) {  // filter, scales and bias may be read before the kernel in front ends
     __shared__ float sums[kBits][kRows];
     __shared__ float weights[kMostTaps * kBits];
     allowNextKernel();
