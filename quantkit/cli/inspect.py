@@ -13,6 +13,8 @@ from quantkit.cli.common import JsonOption, check_json_path, print_facts, print_
 if TYPE_CHECKING:
     from quantkit.checkpoint.summary import CheckpointSummary, LayerSummary
 
+_ROW = -1  # columns per scale of a whole row
+
 
 def inspect(
     folder: Annotated[Path, typer.Argument(help="A quantkit checkpoint, or a model that 'quantkit convert' reads.")],
@@ -73,8 +75,9 @@ def _bits(layer: LayerSummary) -> str:
 
 def _group(settings: Mapping[str, Any]) -> str:
     """Columns per scale, the scales' bits where they are not 16, and whether inputs are rotated: ``64 s8 rotated``."""
-    size, bits = settings.get("group_size"), settings.get("scale_bits", 16)
-    size = {None: "tensor", -1: "row"}.get(size, str(size))
+    bits = settings.get("scale_bits", 16)
+    size = settings.get("group_size", _ROW if "taps" in settings else None)
+    size = {None: "tensor", _ROW: "row"}.get(size, str(size))
     return size + ("" if bits == 16 else f" s{bits}") + (" rotated" if settings.get("rotate_inputs") else "")
 
 

@@ -20,6 +20,8 @@ RTOL = {
     "bcq_linear": 1e-2,
     "bcq_linear_prepared": 1e-2,
     "bcq_experts": 1e-2,
+    "trellis_linear": 1e-2,
+    "trellis_linear_prepared": 1e-2,
     "bipolar_linear": 2e-2,
     "int8_attention": 2e-2,
     "rms_norm": 1e-6,  # less than one element of 4096 that rounds another way in 16 bits
@@ -30,6 +32,8 @@ NOT_EXACT_ON_A_GPU = {
     "bcq_linear": "sums in another order",
     "bcq_linear_prepared": "sums in another order",
     "bcq_experts": "sums in another order",
+    "trellis_linear": "sums in another order, of planes rounded to 16 bits",
+    "trellis_linear_prepared": "sums in another order, of planes rounded to 16 bits",
     "bipolar_linear": "weights per group run on the bcq kernels",
     "int8_attention": "the last bit of exp",
     "rms_norm": "torch's own sums of fp32, in another order",

@@ -36,8 +36,9 @@ from quantkit.ops.trellis.instances import (
 )
 from quantkit.ops.trellis.layout import TrellisTiles, prepare_planes, restore_planes
 
-FEW_TOKENS = 64
-"""Up to these the planes are multiplied: q times the operations of an expanded weight, a fraction of its bytes."""
+MOST_PLANES = 512
+"""Tokens times planes up to which the planes are multiplied: their product takes q times the operations of an expanded
+weight's, but no time to expand it."""
 
 
 class TrellisLinear(NamedTuple):
@@ -132,9 +133,14 @@ def filter_sums(sums: Tensor, weight: TrellisTiles, bias: Tensor | None, *, weig
     return y
 
 
+def multiplies_planes(tokens: int, dtype: torch.dtype, weight: TrellisTiles) -> bool:
+    """Whether so many tokens take the product with the planes, or the expanded weight."""
+    return tokens * len(weight.filter) <= MOST_PLANES and dtype != torch.float32
+
+
 def implementation(x: Tensor, weight: TrellisTiles) -> str:
     """The kernel that multiplies x [M, K] with the planes, or ``trellisDequantize``."""
-    if len(x) > FEW_TOKENS or x.dtype == torch.float32:
+    if not multiplies_planes(len(x), x.dtype, weight):
         return "trellisDequantize"
     planes = weight.planes
     return choose(x, 1, planes.out_features, ROW_WISE, planes.scale_bits, order=planes.order)
@@ -146,7 +152,7 @@ def _product(x: Tensor, weight: TrellisTiles, bias: Tensor | None, *, weights_re
     bias = None if bias is None else bias.to(x.dtype)
     if not len(flat):
         return x.new_empty(*x.shape[:-1], rows)
-    if len(flat) > FEW_TOKENS or x.dtype == torch.float32:
+    if not multiplies_planes(len(flat), x.dtype, weight):
         return linear(x, dequantize_planes(weight, x.dtype), bias)
     stored = planes.tiles, planes.scale_tiles, None, planes.out_features, ROW_WISE
     sums = bcq_linear_prepared(flat, *stored, weights_ready=weights_ready, order=planes.order.value)
@@ -164,7 +170,7 @@ _SAMPLE_FILTERS = ((2, 4), (3, 5), (4, 4), (1, 8), (5, 3), (6, 1))
 
 def _linear_samples() -> Iterator[TrellisLinear]:
     """Every number of planes, few tokens and many, in every type."""
-    for number, ((n, k), tokens) in enumerate(pairs(_SAMPLE_SHAPES, (1, 3, 20, FEW_TOKENS + 16))):
+    for number, ((n, k), tokens) in enumerate(pairs(_SAMPLE_SHAPES, (1, 3, 20, MOST_PLANES + 1))):
         bits, taps = _SAMPLE_FILTERS[number % len(_SAMPLE_FILTERS)]
         signs, scales = pack_bits(torch.randint(0, 2, (bits, n, k))), (torch.rand(n, 1) * 0.02).half()
         dtype = tuple(DTYPE_CODES)[number % len(DTYPE_CODES)]

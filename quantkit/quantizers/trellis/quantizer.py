@@ -33,11 +33,11 @@ _SMALLEST_SCALE = 2.0**-24  # of fp16
 
 @dataclass(frozen=True)
 class TrellisSettings:
-    """weight_bits: q, 2-4 planes. taps: rows that a sign acts on; the most that there is a filter for costs the most
-    time to quantize, and none to run. compensate, sweeps, damping, rotate, rotate_inputs, hessian: as for bcq."""
+    """weight_bits: q, 2-4 planes. taps: rows that a sign acts on, 0 for the most that there is a filter for, which take
+    the most time to quantize. compensate, sweeps, damping, rotate, rotate_inputs, hessian: as for bcq."""
 
     weight_bits: int = 4
-    taps: int = 3
+    taps: int = 0
     compensate: bool = True
     sweeps: int = 1
     damping: float = 0.5
@@ -46,7 +46,7 @@ class TrellisSettings:
     hessian: str = ACTIVATIONS
 
     def __post_init__(self) -> None:
-        if (self.weight_bits, self.taps) not in FILTERS:
+        if self.shape not in FILTERS:
             known = ", ".join(f"weight_bits {bits} with taps {taps}" for bits, taps in FILTERS)
             raise RecipeError(f"no filter for weight_bits {self.weight_bits} with taps {self.taps}; there are: {known}")
         if self.sweeps < 0:
@@ -55,13 +55,19 @@ class TrellisSettings:
         check_hessian_kind(self.hessian, used=self.compensate)
         GptqOptions(damping=self.damping)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(weight_bits, taps) of the filter."""
+        most = max((taps for bits, taps in FILTERS if bits == self.weight_bits), default=0)
+        return self.weight_bits, self.taps or most
+
 
 def stored_specs(settings: TrellisSettings, shape: Shape) -> tuple[TrellisSpec]:
     """What these settings store a weight as. Raises RecipeError for rows or inputs that the format cannot take."""
     check_rows(shape[0])
     if settings.rotate_inputs:
         block_width(shape[1])
-    return (TrellisSpec(settings.weight_bits, settings.taps, settings.rotate_inputs),)
+    return (TrellisSpec(*settings.shape, settings.rotate_inputs),)
 
 
 def needs_hessian(settings: TrellisSettings) -> bool:
@@ -113,7 +119,7 @@ def quantize(layer: LayerInput, settings: TrellisSettings) -> PackedWeight:
     check_rows(layer.weight.shape[0])
     if settings.rotate_inputs:
         return quantize_rotated(layer, settings, quantize)
-    filter = filter_for(settings.weight_bits, settings.taps).to(layer.weight.device)
+    filter = filter_for(*settings.shape).to(layer.weight.device)
     if settings.compensate:
         path = _compensated(layer, filter, settings)
     else:
@@ -122,7 +128,7 @@ def quantize(layer: LayerInput, settings: TrellisSettings) -> PackedWeight:
         path = Path(codes, scales, filter)
     signs = pack_codes(path.codes.t(), settings.weight_bits)
     tensors = TrellisTensors(signs, path.scales[:, None].half(), filter).named()
-    spec, shape = TrellisSpec(settings.weight_bits, settings.taps), (layer.weight.shape[0], layer.weight.shape[1])
+    spec, shape = TrellisSpec(*settings.shape), (layer.weight.shape[0], layer.weight.shape[1])
     return PackedWeight(spec, shape, tensors, error_report(layer, FORMAT.dequantize(spec, tensors, shape)))
 
 

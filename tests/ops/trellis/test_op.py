@@ -9,7 +9,7 @@ from quantkit.formats.trellis import BLOCK_ROWS, TrellisTensors, dequantize_stor
 from quantkit.ops.trellis.instances import ORDERS
 from quantkit.ops.trellis.layout import TrellisTiles, plane_scale, prepare_planes, restore_planes
 from quantkit.ops.trellis.op import (
-    FEW_TOKENS,
+    MOST_PLANES,
     dequantize_planes,
     filter_sums,
     trellis_linear,
@@ -113,7 +113,7 @@ def _filtered(sums: Tensor, stored: TrellisTensors) -> Tensor:
 @pytest.mark.sanitize
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", list(ATOL))
-@pytest.mark.parametrize("tokens", [1, 2, 4, 7, 16, 40, FEW_TOKENS, FEW_TOKENS + 1])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 7, 16, 40, 64, MOST_PLANES // 2, MOST_PLANES + 1])
 def test_products_are_right_and_repeat_bit_for_bit(tokens: int, dtype: torch.dtype, order: str) -> None:
     for (n, k), (bits, taps) in zip(SHAPES, FILTERS, strict=False):
         stored, x = _stored(n, k, bits, taps, "cuda"), torch.randn(tokens, k).to("cuda", dtype)
