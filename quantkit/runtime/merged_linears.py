@@ -43,8 +43,9 @@ class MergedLinears:
 def merge_linears(modules: Sequence[nn.Module]) -> MergedLinears:
     """The Linears with a common product: plain ones, and ``bcq`` ones in the kernels' order of equal specs.
 
-    Any others, Linears on several devices or of several types, and a single one run by themselves. Merging again finds
-    the tensors merged.
+    Any others, Linears on several devices or of several types, and a single one run by themselves; so do those of the
+    ``trellis`` format, as the planes of several are in no order that each is a part of. Merging again finds the tensors
+    merged.
     """
     return MergedLinears(tuple(modules), _common_product(modules) if len(modules) > 1 else None)
 

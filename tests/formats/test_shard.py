@@ -16,8 +16,9 @@ from quantkit.formats.bipolar import BipolarSpec
 from quantkit.formats.flatten import FlattenSpec, check_columns, pack_nibbles, padded_columns
 from quantkit.formats.shard import join, shard, shard_spec
 from quantkit.formats.table import FORMATS, format_name
+from quantkit.formats.trellis import TrellisSpec
 
-N, K = 24, 192
+N, K = 48, 192
 SPECS = {
     "bcq": BcqSpec(3, 64, True),
     "bcq-symmetric": BcqSpec(2, 48, False),
@@ -31,6 +32,8 @@ SPECS = {
     "flatten-w4a4": FlattenSpec(4, 4, 256),
     "flatten-smooth": FlattenSpec(8, 8, 256, smooth=True),
 }
+TRELLIS = TrellisSpec(2, 4)
+TRELLIS_ROWS = 64 * 3 + 32  # whole rings and a shorter last one
 
 
 def random_tensors(spec: Any, shape: tuple[int, int]) -> dict[str, Tensor]:
@@ -85,7 +88,7 @@ def test_a_shard_is_that_part_of_the_whole(spec: Any, data: st.DataObject) -> No
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("spec", [*SPECS.values(), TRELLIS], ids=[*SPECS, "trellis"])
 def test_shards_along_k_add_up_to_the_whole_product(spec: Any, ranks: int) -> None:
     tensors, part = random_tensors(spec, (N, K)), K // ranks
     x = torch.randint(-3, 4, (5, K)).double()
@@ -132,6 +135,7 @@ def test_whole_groups_keep_their_size_and_cut_ones_are_split() -> None:
 ROTATED = {
     "bipolar": BipolarSpec(4, 8, act_zero=True, rotate_inputs=True),
     "bcq": BcqSpec(3, ROW_WISE, True, scale_bits=8, rotate_inputs=True),
+    "trellis": TrellisSpec(3, 3, rotate_inputs=True),
 }
 
 
@@ -150,9 +154,9 @@ def test_rotated_columns_are_cut_between_blocks_only(spec: Any) -> None:
             shard_spec(spec, 1024, span)
 
 
+@pytest.mark.parametrize("spec", [SPECS["bcq"], TRELLIS], ids=["bcq", "trellis"])
 @pytest.mark.parametrize("columns", [(4, 192), (0, 12)], ids=["start", "end"])
-def test_a_cut_within_a_byte_is_refused(columns: tuple[int, int]) -> None:
-    spec = SPECS["bcq"]
+def test_a_cut_within_a_byte_is_refused(spec: Any, columns: tuple[int, int]) -> None:
     with pytest.raises(CheckpointError, match="within a byte"):
         shard(spec, random_tensors(spec, (N, K)), (N, K), out_spans=[(0, N)], in_span=columns)
 
@@ -170,3 +174,47 @@ def test_weights_that_differ_in_what_they_share_are_not_joined() -> None:
     spec = SPECS["flatten-w8a8"]
     first = random_tensors(spec, (N, K))
     assert join(spec, [first, {**first, "weight_scale": first["weight_scale"] * 2}], K) is None
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_trellis_shard_of_whole_rings_is_that_part_of_the_whole(data: st.DataObject) -> None:
+    spec, shape = TrellisSpec(data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))), (TRELLIS_ROWS, K)
+    torch.manual_seed(data.draw(st.integers(0, 3)))
+    tensors = random_tensors(spec, shape)
+    rows = []
+    for _ in range(data.draw(st.integers(0, 2))):
+        start = data.draw(st.integers(0, 2))
+        rows.append((64 * start, 64 * data.draw(st.integers(start + 1, 3))))
+    last = data.draw(st.integers(0, 3))
+    rows.append((64 * last, min(64 * data.draw(st.integers(last + 1, 4)), TRELLIS_ROWS)))
+    start = data.draw(st.integers(0, K // 8 - 1)) * 8
+    end = data.draw(st.integers(start // 8 + 1, K // 8)) * 8
+    own, kept = shard(spec, tensors, shape, out_spans=rows, in_span=(start, end))
+    assert own == spec == shard_spec(spec, K, (start, end))
+    expected = torch.cat([dequantize(spec, tensors, shape)[a:b, start:end] for a, b in rows])
+    assert torch.equal(dequantize(own, kept, tuple(expected.shape)), expected)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[(32, 128)], [(0, 96)], [(0, 16)], [(192, 208)], [(192, TRELLIS_ROWS), (0, 64)]],
+    ids=["start", "end", "within", "within-last", "last-before-others"],
+)
+def test_trellis_rows_that_cut_a_ring_are_refused(rows: list[tuple[int, int]]) -> None:
+    shape = (TRELLIS_ROWS, K)
+    with pytest.raises(CheckpointError, match=r"rows \d+ to \d+ of 224 cuts a block of 64 rows"):
+        shard(TRELLIS, random_tensors(TRELLIS, shape), shape, out_spans=rows, in_span=(0, K))
+
+
+def test_trellis_weights_are_joined_where_rings_stay_whole_and_filters_are_equal() -> None:
+    tensors = random_tensors(TRELLIS, (TRELLIS_ROWS, K))
+    first, last = (
+        shard(TRELLIS, tensors, (TRELLIS_ROWS, K), out_spans=[span], in_span=(0, K))[1]
+        for span in ((0, 128), (128, TRELLIS_ROWS))
+    )
+    joined = join(TRELLIS, [first, last], K)
+    assert joined is not None
+    assert all(torch.equal(joined[name], tensor) for name, tensor in tensors.items())
+    assert join(TRELLIS, [last, first], K) is None
+    assert join(TRELLIS, [first, {**last, "filter": -last["filter"]}], K) is None

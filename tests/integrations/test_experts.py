@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 import quantkit
 from quantkit.calibration.artifact import load_calibration, save_calibration
 from quantkit.checkpoint.summary import summarize
+from quantkit.formats.trellis import TrellisSpec
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.models.experts import expert_linears, separate_experts
 from quantkit.models.families import block_linears, linear_weight
@@ -30,6 +31,7 @@ HUB = {
     "llama4": "model.layers.1.feed_forward.experts.3.up_proj",
 }
 QUICK = ("weight_bits=2", "rounds=1", "sweeps=0")  # which codes an expert gets is not the point
+TRELLIS = "{schema: 1, method: trellis, settings: {weight_bits: 2, taps: 4, sweeps: 0}, keep: [lm_head]}"
 TOP_K = {"llama4": 1}
 
 
@@ -138,6 +140,22 @@ def test_recipes_with_quantized_activations_take_an_expert_without_tokens(
         quantize_model(str(tiny_model("qwen3_moe")), chosen, out, calibration=path, options=QuantizeOptions())
         assert summarize(out).layers
         quantkit.load(str(out))
+
+
+def test_experts_of_the_trellis_format_run_one_by_one(tiny_model: Tiny, calibrated: Tiny, tmp_path: Path) -> None:
+    """vLLM refuses them by name (test_vllm_experts.py)."""
+    recipe, out, calibration = tmp_path / "trellis.yaml", tmp_path / "out", calibrated("mixtral")
+    recipe.write_text(TRELLIS, encoding="utf-8")
+    chosen = load_recipe(str(recipe))
+    quantize_model(str(tiny_model("mixtral")), chosen, out, calibration=calibration, options=QuantizeOptions())
+    loaded, original = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, tiny_model("mixtral")))
+    separate_experts(original)
+    for name, module in block_linears(original).items():
+        assert isinstance(loaded.get_submodule(name).spec, TrellisSpec)
+        linear_weight(module).data.copy_(loaded.get_submodule(name).dequantize())
+    ids = torch.randint(0, VOCABULARY, (2, 24))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, original(ids).logits, atol=FP32_ATOL, rtol=0)
 
 
 def _without_tokens(artifact: Path, experts: str, out: Path) -> None:

@@ -12,14 +12,18 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.bcq import BcqSpec
+from quantkit.formats.shard import shard
 from quantkit.formats.table import format_name
 from quantkit.nn.table import LINEARS, LinearRow
+from tests.formats.test_shard import random_tensors
 from tests.integrations import vllm_stub
 from tests.integrations.vllm_layers import (
     BCQ,
     BCQ3,
+    CUT_AT_ANY_ROW,
     FP32_ATOL,
     FP32_RTOL,
+    FUSED,
     KV_ROWS,
     Q_ROWS,
     QKV,
@@ -69,8 +73,14 @@ def test_every_format_multiplies_as_quantkit_does(spec: Any, bias: bool) -> None
 
 @pytest.mark.parametrize(
     "specs",
-    [(BCQ, BCQ, BCQ), (BCQ, BCQ3, BCQ3), (BCQ, BcqSpec(4, 64, True, 8), None), (SPECS["flatten"], BCQ, None)],
-    ids=["equal", "two-specs", "float", "formats"],
+    [
+        (BCQ, BCQ, BCQ),
+        (BCQ, BCQ3, BCQ3),
+        (BCQ, BcqSpec(4, 64, True, 8), None),
+        (SPECS["flatten"], BCQ, None),
+        (SPECS["trellis"], SPECS["trellis"], BCQ),
+    ],
+    ids=["equal", "two-specs", "float", "formats", "trellis"],
 )
 def test_fused_linears_keep_their_own_formats(specs: tuple[Any, Any, Any]) -> None:
     linears = attention(specs)
@@ -91,7 +101,7 @@ def test_neighbours_of_one_spec_are_one_product(specs: tuple[Any, Any, Any], pro
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("spec", CUT_AT_ANY_ROW.values(), ids=CUT_AT_ANY_ROW)
 def test_ranks_share_out_the_rows(spec: Any, ranks: int) -> None:
     linears = attention((spec, spec, spec))
     x = torch.randn(TOKENS, K)
@@ -127,6 +137,51 @@ def test_ranks_share_out_the_columns(spec: Any, ranks: int) -> None:
         method.process_weights_after_loading(layer)
         total += method.apply(layer, x[:, rank * part : (rank + 1) * part].contiguous())
     torch.testing.assert_close(total, product_of(spec, linears[name][1], x), rtol=FP32_RTOL, atol=FP32_ATOL)
+
+
+@pytest.mark.parametrize("on_disk", ["fused", "apart"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rings_of_the_trellis_format_are_shared_out_whole(on_disk: str, ranks: int) -> None:
+    spec, sizes, x = SPECS["trellis"], (256, 128, 128), torch.randn(TOKENS, K)
+    whole = random_tensors(spec, (sum(sizes), K))
+    apart = {
+        name: (spec, shard(spec, whole, (sum(sizes), K), out_spans=[span], in_span=(0, K))[1])
+        for name, span in zip(FUSED["qkv_proj"], ((0, 256), (256, 384), (384, 512)), strict=True)
+    }
+    linears = {QKV: (spec, whole)}
+    if on_disk == "apart":
+        linears = {f"model.layers.0.self_attn.{name}": own for name, own in apart.items()}
+    outputs, rows = [], [size // ranks for size in sizes]
+    for rank in range(ranks):
+        layer, method = built(config_of(linears), QKV, rows, sum(sizes), rank=rank, ranks=ranks)
+        for shard_id, (_, tensors) in zip("qkv", linears.values(), strict=False):
+            vllm_stub.feed(layer, tensors, shard_id)
+        method.process_weights_after_loading(layer)
+        assert len(method.products) == 1
+        outputs.append(method.apply(layer, x).split(rows, -1))
+    together = torch.cat([torch.cat([output[index] for output in outputs], -1) for index in range(3)], -1)
+    torch.testing.assert_close(together, product_of(spec, whole, x), rtol=FP32_RTOL, atol=FP32_ATOL)
+
+
+@pytest.mark.parametrize(
+    ("rows", "products"),
+    [((64, 64, 64), 1), ((64, 64, 32), 1), ((64, 32, 64), 3)],
+    ids=["whole", "shorter-last", "shorter-within"],
+)
+def test_the_trellis_format_is_one_product_where_rings_stay_whole(rows: tuple[int, int, int], products: int) -> None:
+    spec, x = SPECS["trellis"], torch.randn(TOKENS, K)
+    filter = torch.randn(2, 4)
+    linears = {
+        f"model.layers.0.self_attn.{name}": (spec, {**random_tensors(spec, (own, K)), "filter": filter})
+        for name, own in zip(FUSED["qkv_proj"], rows, strict=True)
+    }
+    layer, method = built(config_of(linears), QKV, list(rows), sum(rows))
+    for shard_id, (_, tensors) in zip("qkv", linears.values(), strict=True):
+        vllm_stub.feed(layer, tensors, shard_id)
+    method.process_weights_after_loading(layer)
+    assert len(method.products) == products
+    expected = torch.cat([product_of(spec, tensors, x) for _, tensors in linears.values()], -1)
+    torch.testing.assert_close(method.apply(layer, x), expected, rtol=FP32_RTOL, atol=FP32_ATOL)
 
 
 def test_ranks_share_out_rotated_columns_between_blocks() -> None:
@@ -191,6 +246,16 @@ def test_dummy_weights_have_no_mean(spec: Any, monkeypatch: pytest.MonkeyPatch) 
     sums = method.apply(layer, torch.ones(1, K))
     assert float(sums.std()) > 0
     assert abs(float(sums.mean())) < 4 * float(sums.std()) / Q_ROWS**0.5  # four standard errors
+
+
+@pytest.mark.parametrize("spec", WEIGHT_ONLY.values(), ids=WEIGHT_ONLY)
+def test_dummy_weights_have_a_models_deviation(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_stub.SETTINGS.load_config, "load_format", "dummy")
+    name = "model.layers.0.self_attn.o_proj"
+    layer, method = built(config_of(stored(name, spec, (Q_ROWS, K))), name, [Q_ROWS], Q_ROWS)
+    vllm_stub.fill_as_dummy(layer)
+    method.process_weights_after_loading(layer)
+    assert 0.01 < float(method.apply(layer, torch.eye(K)).std()) < 0.05
 
 
 @pytest.mark.parametrize(("sequences", "layout"), [(1, "latency"), (4, "latency"), (5, "batch"), (256, "batch")])

@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 from quantkit.errors import CheckpointError
 from quantkit.formats.bcq import BcqSpec
 from quantkit.formats.bipolar import BipolarSpec
+from quantkit.formats.trellis import TrellisSpec
 from tests.integrations import vllm_stub
 from tests.integrations.vllm_layers import (
     BCQ,
@@ -169,12 +170,13 @@ def _mixed(linears: Stored) -> Stored:
     ("linears", "says"),
     [
         (lambda: experts(BipolarSpec(4, 16, 64)), r"experts\.0\.gate_proj: an expert in the format bipolar"),
+        (lambda: experts(TrellisSpec(2, 4)), r"experts\.0\.gate_proj: an expert in the format trellis"),
         (lambda: _without(experts()), r"experts\.1\.gate_proj: is in floating point beside quantized experts"),
         (lambda: experts(ROTATED["bcq-rotated"]), r"experts\.0\.gate_proj: an expert whose inputs are rotated"),
         (lambda: _mixed(experts()), r"experts\.3\.up_proj: .*need one setting"),
         (lambda: experts(names=("gate_up", "x", "down")), "experts are not served, use transformers"),
     ],
-    ids=["format", "floating-point", "rotated", "mixed", "names"],
+    ids=["bipolar", "trellis", "floating-point", "rotated", "mixed", "names"],
 )
 def test_experts_that_cannot_run_at_once_are_refused(linears: Any, says: str) -> None:
     with pytest.raises(CheckpointError, match=says):

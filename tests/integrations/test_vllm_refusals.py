@@ -105,6 +105,12 @@ def test_columns_that_cannot_be_cut_are_refused_before_anything_is_read() -> Non
         built(config, name, [Q_ROWS], Q_ROWS, K // 32, rank=1, ranks=32)
 
 
+def test_rows_that_cut_a_ring_are_refused_before_anything_is_read() -> None:
+    config = config_of(attention((SPECS["trellis"],) * 3))
+    with pytest.raises(CheckpointError, match=r"q_proj: a shard of the rows 32 to 64 of 64 cuts a block of 64 rows"):
+        built(config, QKV, [Q_ROWS // 2, KV_ROWS // 2, KV_ROWS // 2], Q_ROWS + 2 * KV_ROWS, rank=1, ranks=2)
+
+
 def test_groups_too_fine_for_the_fastest_kernels_are_told() -> None:
     name = "model.layers.0.self_attn.o_proj"
     config = config_of(stored(name, BCQ, (Q_ROWS, K)))

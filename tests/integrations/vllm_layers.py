@@ -13,6 +13,7 @@ from quantkit.formats.bcq import BcqSpec
 from quantkit.formats.bipolar import BipolarSpec
 from quantkit.formats.flatten import FlattenSpec
 from quantkit.formats.table import FORMATS, format_name
+from quantkit.formats.trellis import TrellisSpec
 from quantkit.nn.table import LINEARS
 from tests.formats.test_shard import random_tensors
 from tests.integrations import vllm_stub
@@ -24,6 +25,8 @@ WEIGHT_ONLY = {
     "bcq-row": BcqSpec(2, -1, False),
     "bcq-scales8": BcqSpec(4, 64, True, scale_bits=8),
     "bipolar": BipolarSpec(3, 16, 64),
+    "trellis": TrellisSpec(2, 4),
+    "trellis-no-filter": TrellisSpec(1, 6),  # of the quantizer's
 }
 QUANTIZED_ACTS = {
     "bipolar-w4a8": BipolarSpec(4, 8),
@@ -33,6 +36,7 @@ QUANTIZED_ACTS = {
 }
 ROTATED = {"bcq-rotated": BcqSpec(3, -1, True, scale_bits=8, rotate_inputs=True)}
 SPECS = {**WEIGHT_ONLY, **QUANTIZED_ACTS, **ROTATED}
+CUT_AT_ANY_ROW = {name: spec for name, spec in SPECS.items() if not isinstance(spec, TrellisSpec)}
 FP32_RTOL, FP32_ATOL = 1e-4, 1e-3  # sums of 128 products in another order
 QKV = "model.layers.0.self_attn.qkv_proj"
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}

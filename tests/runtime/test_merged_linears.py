@@ -147,6 +147,15 @@ def test_linears_that_differ_stay_apart() -> None:
     assert all(torch.equal(y, module(x)) for y, module in zip(merged[0](x), merged[0].modules, strict=True))
 
 
+def test_linears_of_the_trellis_format_run_by_themselves() -> None:
+    model, x = llama(), torch.randn(1, 1, 64)
+    packed(model, "trellis-w2")
+    for modules in groups(model):
+        merged = merge_linears(modules)
+        assert merged.product is None
+        assert all(torch.equal(y, module(x)) for y, module in zip(merged(x), modules, strict=True))
+
+
 def test_types_and_biases_that_differ_stay_apart() -> None:
     plain = nn.Linear(32, 16)
     for other in (nn.Linear(32, 16).half(), nn.Linear(32, 16, bias=False), nn.Linear(32, 16, device="meta")):

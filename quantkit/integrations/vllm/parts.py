@@ -17,14 +17,17 @@ from quantkit.checkpoint.config import StoredLayer
 from quantkit.errors import CheckpointError, refusing
 from quantkit.formats.base import TensorSpec
 from quantkit.formats.bcq import ROW_WISE
-from quantkit.formats.shard import Span, shard, shard_spec
+from quantkit.formats.shard import Span, check_out_spans, shard, shard_spec
 from quantkit.formats.table import FORMATS, format_name
+from quantkit.formats.trellis import TrellisSpec
+from quantkit.quantizers.trellis.filters import FILTERS
 
 _PLAIN = "weight"
 _RANDOM_BYTES = 256
 # Of made-up weights: about a model's deviation, and no mean, which would grow from layer to layer to Inf and NaN. A
-# factor's codes go to 255.
+# factor's codes go to 255; what a filter gives has variance 1.
 _DUMMY_SCALES, _DUMMY_DEVIATION = (5e-3, 1.5e-2), 0.02
+_DUMMY_ROW_SCALES = (1.5e-2, 2.5e-2)
 _DUMMY_RANGES = {"offset": (-2.5e-3, 2.5e-3), "scale_factors": (2e-5, 6e-5)}
 
 
@@ -192,7 +195,7 @@ def parts_of(
     for name, layer, size, own in zip(names, stored, sizes, own_spans, strict=True):
         built = size, cut.in_features
         if layer is not None:
-            _check_layer(name, layer, built, cut.in_span)
+            _check_layer(name, layer, built, own, cut.in_span)
         parts.append(Part(name, layer, built, own, cut.in_span, dtype, device))
     return parts
 
@@ -205,9 +208,9 @@ def head_part(
     Raises CheckpointError where the stored shape is not the one that the model's config builds, or the rank has none.
     """
     in_span = (0, built[1])
-    _check_layer(name, layer, built, in_span)
     if out_span[0] >= out_span[1]:
         raise CheckpointError(f"{name}: its {built[0]} rows do not reach all GPUs; serve it on fewer")
+    _check_layer(name, layer, built, (out_span,), in_span)
     return Part(name, layer, built, (out_span,), in_span, dtype, device)
 
 
@@ -226,15 +229,18 @@ def expert_part(
     Raises CheckpointError where the stored shape is not the one that the model's config builds, or cannot be cut.
     """
     out_span, in_span = ((0, built[0]), cut) if along_k else (cut, (0, built[1]))
-    _check_layer(name, layer, built, in_span)
+    _check_layer(name, layer, built, (out_span,), in_span)
     return Part(name, layer, built, (out_span,), in_span, dtype, device)
 
 
-def _check_layer(name: str, layer: StoredLayer, built: tuple[int, int], in_span: Span) -> None:
+def _check_layer(
+    name: str, layer: StoredLayer, built: tuple[int, int], out_spans: Sequence[Span], in_span: Span
+) -> None:
     """Before anything is read: whether it is the model's, and can be cut there."""
     if layer.shape != built:
         raise CheckpointError(f"{name}: config.json builds it as {built}, stored is {layer.shape}")
     try:
+        check_out_spans(layer.spec, layer.shape[0], out_spans)
         shard_spec(layer.spec, layer.shape[1], in_span)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
@@ -248,12 +254,21 @@ def _made_up(name: str, size: TensorSpec, indices: Sequence[str], part: Part) ->
     device, in_features = part.device, part.kept_shape[1]
     if name in indices:
         return _made_up_index(name, size, in_features, device)
+    if name == "filter":
+        return _made_up_filter(part.spec).to(device)
     seeded = torch.Generator(device).manual_seed(0)
     if size.dtype.is_floating_point:
-        low, high = _DUMMY_RANGES.get(name, _DUMMY_SCALES)
+        scales = _DUMMY_ROW_SCALES if isinstance(part.spec, TrellisSpec) else _DUMMY_SCALES
+        low, high = _DUMMY_RANGES.get(name, scales)
         return torch.empty(size.shape, dtype=size.dtype, device=device).uniform_(low, high, generator=seeded)
     drawn = torch.randint(0, _RANDOM_BYTES, size.shape, generator=seeded, dtype=torch.uint8, device=device)
     return drawn.view(size.dtype)
+
+
+def _made_up_filter(spec: TrellisSpec) -> Tensor:
+    """[q, taps] fp32: that of the quantizer, or equal taps where it has none."""
+    equal = ((spec.weight_bits * spec.taps) ** -0.5,) * spec.taps
+    return torch.tensor(FILTERS.get((spec.weight_bits, spec.taps), (equal,) * spec.weight_bits))
 
 
 def _made_up_index(name: str, size: TensorSpec, in_features: int, device: torch.device) -> Tensor:
