@@ -24,6 +24,7 @@ from quantkit.models.stream import in_memory_stream
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.recipe import Recipe
 from quantkit.storage.resume import Workspace
+from quantkit.tuning.install import TUNABLE
 from quantkit.tuning.settings import TuneSettings, tune_settings
 from quantkit.tuning.whole_model import tune_model
 
@@ -35,22 +36,26 @@ def planned_tuning(
 ) -> TuneSettings | None:
     """The settings of a recipe's ``tune`` section; None where it has none.
 
-    Raises RecipeError for settings that cannot be, for layers in another format than ``bcq`` or on a grid that other
-    engines must read, and with INT8 attention; CalibrationError without calibration text.
+    Raises RecipeError for settings that cannot be, for layers in another format than ``bcq`` and ``trellis`` or on a
+    grid that other engines must read, and with INT8 attention; CalibrationError without calibration text.
     """
     if recipe.tune is None:
         return None
-    settings = tune_settings(recipe.name, recipe.tune)
+    settings, formats = tune_settings(recipe.name, recipe.tune), set()
     for name, plan in plans.items():
-        if not all(
-            isinstance(spec, BcqSpec) for spec in METHODS[plan.method].stored_specs(plan.settings, shapes[name])
-        ):
+        own = {type(spec) for spec in METHODS[plan.method].stored_specs(plan.settings, shapes[name])}
+        if not own <= set(TUNABLE):
             raise RecipeError(
-                f"recipe {recipe.name}: tune is for methods that store the bcq format (bcq, rtn, hqq); method "
-                f"{plan.method} of {name} does not"
+                f"recipe {recipe.name}: tune is for methods that store the bcq or the trellis format (bcq, rtn, hqq, "
+                f"trellis); method {plan.method} of {name} does not"
             )
+        formats |= own
         if getattr(plan.settings, "zero", None) == "integer":
             raise RecipeError(f"recipe {recipe.name}: tune leaves no uniform grid; set zero=free, or leave tune out")
+    if BcqSpec not in formats and (settings.codes or settings.block_codes):
+        raise RecipeError(
+            f"recipe {recipe.name}: tune leaves codes of method trellis as they are; leave codes and block_codes out"
+        )
     if recipe.attention_bits is not None:
         raise RecipeError(f"recipe {recipe.name}: tune does not go with attention_bits: INT8 attention has no gradient")
     if artifact is None or len(artifact.windows) < 2:

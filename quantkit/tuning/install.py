@@ -9,37 +9,45 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from quantkit.formats.bcq import BcqSpec
+from quantkit.formats.trellis import TrellisSpec
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.tuning.layer import TunedLinear
+from quantkit.tuning.part import TunedPart
+from quantkit.tuning.trellis_layer import TunedTrellisLinear
+
+TUNABLE = (BcqSpec, TrellisSpec)
+"""Formats that have gradients; codes are chosen again in the first alone."""
 
 
 @dataclass(frozen=True)
 class Tuned:
     """What has gradients. parts: by name of the Linear. others: by name, the vectors outside of Linears (norms)."""
 
-    parts: dict[str, TunedLinear]
+    parts: dict[str, TunedPart]
     others: dict[str, nn.Parameter]
 
 
 @contextmanager
 def tunable(module: nn.Module, original: Callable[[str], Tensor] | None) -> Iterator[Tuned]:
-    """While entered, the ``bcq`` Linears of a module have gradients, and so have its vectors; nothing else has.
+    """While entered, the ``bcq`` and ``trellis`` Linears of a module have gradients, and so have its vectors; nothing
+    else has.
 
-    original: name of a Linear in the module -> its weight [N, K] before quantization, for codes that are chosen again;
-    None for codes that stay. On leaving, QuantizedLinears of the tuned values stand where they stood.
+    original: name of a Linear in the module -> its weight [N, K] before quantization, for codes that are chosen again,
+    which those of ``trellis`` never are; None for codes that stay. On leaving, QuantizedLinears of the tuned values
+    stand where they stood.
     """
     asked = {name: p.requires_grad for name, p in module.named_parameters()}
     module.requires_grad_(False)
-    linears = {name: m for name, m in module.named_modules() if _is_bcq(m)}
+    linears = {name: m for name, m in module.named_modules() if _is_tunable(m)}
     inside = tuple(f"{name}." for name in linears)
     others = {name: p for name, p in module.named_parameters() if p.ndim == 1 and not name.startswith(inside)}
     others = {name: p for name, p in others.items() if p.is_floating_point()}
     for parameter in others.values():
         parameter.requires_grad_(True)
-    parts: dict[str, TunedLinear] = {}
+    parts: dict[str, TunedPart] = {}
     for name, linear in linears.items():
         assert isinstance(linear, QuantizedLinear)
-        parts[name] = TunedLinear(linear, None if original is None else original(name))
+        parts[name] = _tuned(linear, None if original is None else original(name))
         module.set_submodule(name, parts[name])
     try:
         yield Tuned(parts, others)
@@ -50,5 +58,9 @@ def tunable(module: nn.Module, original: Callable[[str], Tensor] | None) -> Iter
             parameter.requires_grad_(asked.get(name, False)).grad = None
 
 
-def _is_bcq(module: nn.Module) -> bool:
-    return isinstance(module, QuantizedLinear) and isinstance(module.spec, BcqSpec)
+def _is_tunable(module: nn.Module) -> bool:
+    return isinstance(module, QuantizedLinear) and isinstance(module.spec, TUNABLE)
+
+
+def _tuned(linear: QuantizedLinear, original: Tensor | None) -> TunedPart:
+    return TunedTrellisLinear(linear) if isinstance(linear.spec, TrellisSpec) else TunedLinear(linear, original)

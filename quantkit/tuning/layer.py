@@ -19,12 +19,13 @@ from quantkit.formats.planes import pack_codes, unpack_codes
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.bcq.levels import Coding
 from quantkit.quantizers.bcq.scales import ScaleGrid
+from quantkit.tuning.part import Straight, TunedPart
 
 # How deep inside the cell of its code a weight starts, as a share of the way from the code's level to the border.
 _INSIDE = 0.98
 
 
-class TunedLinear(nn.Module):
+class TunedLinear(TunedPart):
     """y = x W^T + bias, W from ``scales``, ``offset`` and codes; with ``latent``, the codes nearest to it.
 
     scales: [q, N, G] fp32. offset: [N, G] fp32, or None where none is stored. latent: [N, G * g] fp32, or None for
@@ -37,10 +38,9 @@ class TunedLinear(nn.Module):
     def __init__(self, linear: QuantizedLinear, original: Tensor | None):
         """linear: in the ``bcq`` format. original: [N, K], the weight before quantization, for codes that are chosen
         again: each starts as it is, the nearer to the border of its cell the less the original agrees."""
-        super().__init__()
+        super().__init__(linear)
         stored = BcqTensors.of(linear.tensors)
         assert isinstance(linear.spec, BcqSpec)
-        self.spec, self.shape, self._report_dtype = linear.spec, linear.shape, linear.compute_dtype
         self.width = group_width(self.spec.group_size, self.shape[1])
         self.groups = stored.scales.shape[-1]
         factors = None if stored.scale_factors is None else stored.scale_factors.float()
@@ -48,7 +48,6 @@ class TunedLinear(nn.Module):
         self.scales = nn.Parameter(stored.decoded_scales())
         offset = stored.decoded_offset()
         self.offset = None if offset is None else nn.Parameter(offset)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float())
         self.register_buffer("codes", self._padded(unpack_codes(stored.signs, self.shape[1])), persistent=False)
         if original is not None and linear.spec.rotate_inputs:
             original = rotate(original)
@@ -58,16 +57,6 @@ class TunedLinear(nn.Module):
     def grid(self) -> ScaleGrid:
         """What scales and offsets are rounded to."""
         return ScaleGrid(self.factors)
-
-    @property
-    def weight(self) -> Tensor:
-        """A stand-in of the right shape, dtype and device that takes no memory (model code asks for these)."""
-        return torch.zeros((), dtype=self.scales.dtype, device=self.scales.device).expand(self.shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """y [..., N] of x [..., K], both in fp32."""
-        inputs = rotate(x) if self.spec.rotate_inputs else x
-        return nn.functional.linear(inputs, self.dequantize(), self.bias)
 
     def dequantize(self) -> Tensor:
         """The weight [N, K] fp32 of the values as they would be stored; W Q where inputs are rotated."""
@@ -86,17 +75,12 @@ class TunedLinear(nn.Module):
         stored = self.grid.stored(signs, scales, offset if self.offset is not None else None)
         return PackedWeight(self.spec, self.shape, stored.named(), {})
 
-    def quantized(self) -> QuantizedLinear:
-        """The Linear that stores the values at hand."""
-        bias = None if self.bias is None else self.bias.detach()
-        return QuantizedLinear.from_packed(self.packed(), bias, self._report_dtype)
-
     def _rounded(self) -> tuple[Tensor, Tensor]:
         """Scales and offset (zeros where none is stored) as they would be stored; gradients pass through."""
-        scales = _Straight.apply(self.scales, self.grid.round_scales(self.scales.detach()))
+        scales = Straight.apply(self.scales, self.grid.round_scales(self.scales.detach()))
         if self.offset is None:
             return scales, torch.zeros_like(self.scales[0])
-        return scales, _Straight.apply(self.offset, self.grid.round_offset(self.offset.detach()))
+        return scales, Straight.apply(self.offset, self.grid.round_offset(self.offset.detach()))
 
     def _padded(self, values: Tensor) -> Tensor:
         """[N, K] -> [N, G * g], the last group filled up with zeros."""
@@ -154,15 +138,3 @@ class _Dequantize(torch.autograd.Function):
         scales = torch.stack([(grouped * plane).sum(dim=-1) for plane in planes])
         latent = gradients[0] if ctx.needs_input_grad[0] else None
         return latent, scales, grouped.sum(dim=-1), None, None
-
-
-class _Straight(torch.autograd.Function):
-    """The second value, with the gradient of the first."""
-
-    @staticmethod
-    def forward(_ctx: Any, _value: Tensor, rounded: Tensor) -> Tensor:
-        return rounded
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import StatsError
 from quantkit.progress import track
-from quantkit.tuning.layer import TunedLinear
+from quantkit.tuning.part import TunedPart
 from quantkit.tuning.settings import TuneSettings
 
 _BETAS = (0.9, 0.99)
@@ -66,7 +66,7 @@ def split_windows(count: int, held_out: float) -> tuple[Tensor, Tensor]:
 
 
 def tune(
-    parts: Sequence[TunedLinear], others: Sequence[nn.Parameter], objective: Objective, settings: TuneSettings
+    parts: Sequence[TunedPart], others: Sequence[nn.Parameter], objective: Objective, settings: TuneSettings
 ) -> TuneReport:
     """Tune the parts and the other parameters in place; ends with the pass of least held-out loss.
 
@@ -106,9 +106,7 @@ def _share(step: int, steps: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
 
 
-def _groups(
-    parts: Sequence[TunedLinear], others: Sequence[nn.Parameter], settings: TuneSettings
-) -> list[dict[str, Any]]:
+def _groups(parts: Sequence[TunedPart], others: Sequence[nn.Parameter], settings: TuneSettings) -> list[dict[str, Any]]:
     """One group of the optimizer per tensor: its rate follows its size."""
     groups = []
     tensors = [(parameter, settings.rate) for parameter in others]
@@ -124,7 +122,7 @@ def _groups(
 class _State:
     """The values that are tuned, and the stored ones that they stand for."""
 
-    def __init__(self, parts: Sequence[TunedLinear], others: Sequence[nn.Parameter], dtype: torch.dtype):
+    def __init__(self, parts: Sequence[TunedPart], others: Sequence[nn.Parameter], dtype: torch.dtype):
         biases = [part.bias for part in parts if part.bias is not None]
         own = {id(bias) for bias in biases}
         self._floating = [*others, *biases]

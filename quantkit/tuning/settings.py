@@ -16,7 +16,7 @@ class TuneSettings:
     towards: 1 is what the original block gives in the original model, 0 what it gives for the quantized model's hidden
     states, a value between is their mixture. block_codes: whether these passes choose the code of every weight again at
     each step. epochs: passes for the whole model afterwards; 0 only after ``blocks``.
-    codes: whether these choose codes again, or leave them as they are.
+    codes: whether these choose codes again, or leave them as they are. Codes of method trellis stay in either.
     rate: the first step of a value, as a share of the root mean square of its tensor; steps shrink to 0.
     epoch_rate: the same in passes for the whole model behind tuned blocks; without blocks these take rate.
     code_rate: the same of the weights that codes are chosen for. epoch_code_rate: the same of those in passes for the

@@ -176,7 +176,7 @@ def test_blocks_and_then_the_whole_model_are_tuned(tiny_model: Folders, calibrat
 @pytest.mark.parametrize(
     ("recipe", "more", "message"),
     [
-        ("bipolar-w4a8", (), "tune is for methods that store the bcq format"),
+        ("bipolar-w4a8", (), "tune is for methods that store the bcq or the trellis format"),
         ("rtn-w4-g128", ("--set", "zero=integer"), "tune leaves no uniform grid"),
         ("rtn-w4-g128", ("--set", "attention_bits=8"), "tune does not go with attention_bits"),
         ("rtn-w4-g128", ("--set", "tune.epoch=3"), "tune has no setting 'epoch'"),
@@ -209,6 +209,25 @@ def test_tuning_that_cannot_be_is_refused_before_the_work(
     arguments = command("llama", tiny_model, calibrated, *sizes, *more, recipe=recipe)
     assert message in refusal(*arguments, "-o", tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+TRELLIS = "{schema: 1, method: trellis, settings: {weight_bits: 2, taps: 4, sweeps: 0}, keep: [lm_head]}"
+
+
+def test_a_checkpoint_of_the_trellis_format_is_tuned(tiny_model: Folders, calibrated: Folders, tmp_path: Path) -> None:
+    recipe = tmp_path / "trellis.yaml"
+    recipe.write_text(TRELLIS, encoding="utf-8")
+    arguments = ["quantize", tiny_model("opt"), "--recipe", recipe, "--calibration", calibrated("opt")]
+    both = ("--set", "tune={blocks: 2, epochs: 2, batch: 2, rate: 0.01}")
+    codes = ("--set", "tune.codes=true")
+    refused = refusal(*arguments, *both, *codes, "-o", tmp_path / "out")
+    assert "tune leaves codes of method trellis as they are" in refused
+    done = run(*arguments, *both, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    report = read_report(tmp_path / "out")
+    assert all(block["after"] <= block["before"] for block in report["tuned_blocks"].values())
+    assert report["tuning"]["after"] < report["tuning"]["before"]
+    assert load_model(str(tmp_path / "out"), dtype=torch.float32)
 
 
 def test_tuning_needs_calibration_text(tiny_model: Folders, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import StatsError
+from quantkit.formats.base import PackedWeight
 from quantkit.models.families import block_linears, linear_bias, linear_weight
 from quantkit.models.stream import in_memory_stream
 from quantkit.models.streaming import BlockInputs, advance, capture_inputs, run_block
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
+from quantkit.quantizers.trellis import quantizer as trellis
 from quantkit.tuning.block import output_error, tune_block
 from quantkit.tuning.install import tunable
 from quantkit.tuning.optimize import split_windows
@@ -28,15 +31,30 @@ SETTINGS = TuneSettings(blocks=4, epochs=0, batch=2, rate=0.01)
 WINDOWS, SEQ_LEN, INDEX = 12, 16, 1
 # Errors are means of fp32 sums in two orders.
 ERROR_RTOL = 1e-4
+Method = Callable[[LayerInput, int], PackedWeight]
 NOISE = 0.1  # share of the size of hidden states, of the errors that blocks before have made
 
 
-def setting(family: str, bits: int = 2) -> tuple[nn.Module, BlockInputs, Tensor]:
+def by_bcq(layer: LayerInput, bits: int) -> PackedWeight:
+    return quantize(layer, BcqSettings(weight_bits=bits, group_size=32))
+
+
+def by_trellis(layer: LayerInput, bits: int) -> PackedWeight:
+    return trellis.quantize(layer, trellis.TrellisSettings(weight_bits=bits, taps=4, compensate=False))
+
+
+def by_both(layer: LayerInput, bits: int) -> PackedWeight:
+    return (by_trellis if "attn" in layer.name else by_bcq)(layer, bits)
+
+
+def setting(family: str, bits: int = 2, method: Method = by_bcq) -> tuple[nn.Module, BlockInputs, Tensor]:
     """(the second block quantized, its inputs with errors, what the original gives for those without)."""
-    return setting_with_weights(family, bits)[:3]
+    return setting_with_weights(family, bits, method)[:3]
 
 
-def setting_with_weights(family: str, bits: int) -> tuple[nn.Module, BlockInputs, Tensor, dict[str, Tensor]]:
+def setting_with_weights(
+    family: str, bits: int, method: Method = by_bcq
+) -> tuple[nn.Module, BlockInputs, Tensor, dict[str, Tensor]]:
     """As ``setting``, with the weights before quantization by name in the block."""
     model = build_model(family).eval()
     stream = in_memory_stream(model)
@@ -51,7 +69,7 @@ def setting_with_weights(family: str, bits: int) -> tuple[nn.Module, BlockInputs
         if name.startswith(f"{prefix}."):
             layer = LayerInput(name, linear_weight(module).detach().float().contiguous())
             weights[name.removeprefix(f"{prefix}.")] = layer.weight
-            packed = quantize(layer, BcqSettings(weight_bits=bits, group_size=32))
+            packed = method(layer, bits)
             model.set_submodule(name, QuantizedLinear.from_packed(packed, linear_bias(module), torch.float32))
     return block, inputs, targets, weights
 
@@ -62,9 +80,17 @@ def error_of(block: nn.Module, inputs: BlockInputs, targets: Tensor, windows: Te
     return ((outputs - targets[windows]).square().mean() / targets.square().mean()).item()
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "bloom", "qwen3_moe", "lfm2"])
-def test_tuning_a_block_lowers_its_held_out_error(family: str) -> None:
-    block, inputs, targets = setting(family)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *((family, by_bcq) for family in ("llama", "opt", "gpt2", "bloom", "qwen3_moe", "lfm2")),
+        *((family, by_trellis) for family in ("opt", "gpt2", "qwen3_moe")),
+        ("opt", by_both),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_tuning_a_block_lowers_its_held_out_error(family: str, method: Method) -> None:
+    block, inputs, targets = setting(family, method=method)
     held_out = split_windows(WINDOWS, SETTINGS.held_out)[1]
     before = error_of(block, inputs, targets, held_out)
     report = tune_block(block, INDEX, inputs, targets, SETTINGS, dtype=torch.float32)
@@ -86,6 +112,16 @@ def test_the_gradient_of_the_error_is_that_of_finite_differences(family: str, mo
     with tunable(block, None) as tuned:
         slope, difference = slopes(tuned, lambda: loss(numbers))
     assert difference == pytest.approx(slope, rel=SLOPE_RTOL)
+
+
+def test_codes_of_the_trellis_format_stay_where_others_are_chosen_again() -> None:
+    block, inputs, targets, weights = setting_with_weights("opt", 2, by_both)
+    before = {name: tensor.clone() for name, tensor in block.state_dict().items() if name.endswith("signs")}
+    settings = replace(SETTINGS, blocks=8, batch=1, block_codes=True)
+    report = tune_block(block, INDEX, inputs, targets, settings, dtype=torch.float32, original=weights.__getitem__)
+    assert report.after < report.before
+    changed = {name for name, tensor in before.items() if not torch.equal(block.state_dict()[name], tensor)}
+    assert changed == {"fc1.signs", "fc2.signs"}
 
 
 def test_tuning_that_makes_a_block_worse_is_dropped() -> None:

@@ -16,6 +16,7 @@ from quantkit.models.logits import log_probabilities
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
+from quantkit.quantizers.trellis import quantizer as trellis
 from quantkit.tuning.install import Tuned, tunable
 from quantkit.tuning.optimize import split_windows
 from quantkit.tuning.settings import TuneSettings, tune_settings
@@ -43,6 +44,16 @@ def models(family: str, bits: int = 2) -> tuple[Any, Any]:
         packed = quantize(layer, BcqSettings(weight_bits=bits, group_size=32))
         twin.set_submodule(name, QuantizedLinear.from_packed(packed, linear_bias(module), torch.float32))
     return original, twin
+
+
+def trellis_twin(original: Any) -> Any:
+    """A twin in the trellis format."""
+    twin = copy.deepcopy(original)
+    for name, module in block_linears(twin).items():
+        layer = LayerInput(name, linear_weight(module).detach().float().contiguous())
+        packed = trellis.quantize(layer, trellis.TrellisSettings(weight_bits=2, taps=4, compensate=False))
+        twin.set_submodule(name, QuantizedLinear.from_packed(packed, linear_bias(module), torch.float32))
+    return twin
 
 
 def text() -> torch.Tensor:
@@ -78,6 +89,17 @@ def test_tuning_lowers_the_held_out_divergence(family: str) -> None:
     assert report.kept > 0
     assert after < before
     assert all(isinstance(model.get_submodule(name), QuantizedLinear) for name in block_linears(original))
+
+
+def test_scales_of_the_trellis_format_are_tuned_and_nothing_else_of_it() -> None:
+    original = build_model("opt").eval()
+    model = trellis_twin(original)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    settings = TuneSettings(epochs=4, batch=2, rate=0.01)
+    report = tune_model(original, model, text(), settings, dtype=torch.float32)
+    assert report.after < report.before
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert {name.rpartition(".")[2] for name in changed} == {"scales", "bias", "weight"}  # weight: of norms
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "lfm2"])

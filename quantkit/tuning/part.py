@@ -1,0 +1,64 @@
+"""A Linear whose stored values have gradients, whatever its format: what all of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.formats.base import PackedWeight
+from quantkit.formats.hadamard import rotate
+from quantkit.nn.quantized_linear import QuantizedLinear
+
+
+class TunedPart(nn.Module, ABC):
+    """y = x W^T + bias; the parameters are what W is made of, before they are rounded to what is stored.
+
+    latent: [N, G * g], the weights that codes are chosen for, or None for codes that stay.
+    """
+
+    scales: nn.Parameter
+    latent: nn.Parameter | None
+
+    def __init__(self, linear: QuantizedLinear):
+        """linear: whose values are taken over."""
+        super().__init__()
+        self.spec, self.shape, self._report_dtype = linear.spec, linear.shape, linear.compute_dtype
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float())
+
+    @property
+    def weight(self) -> Tensor:
+        """A stand-in of the right shape, dtype and device that takes no memory (model code asks for these)."""
+        return torch.zeros((), dtype=self.scales.dtype, device=self.scales.device).expand(self.shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y [..., N] of x [..., K], both in fp32."""
+        inputs = rotate(x) if self.spec.rotate_inputs else x
+        return nn.functional.linear(inputs, self.dequantize(), self.bias)
+
+    @abstractmethod
+    def dequantize(self) -> Tensor:
+        """The weight [N, K] fp32 of the values as they would be stored; W Q where inputs are rotated."""
+
+    @abstractmethod
+    def packed(self) -> PackedWeight:
+        """The format's tensors of the values at hand; what is read back is what ``dequantize`` gave, bit for bit."""
+
+    def quantized(self) -> QuantizedLinear:
+        """The Linear that stores the values at hand."""
+        bias = None if self.bias is None else self.bias.detach()
+        return QuantizedLinear.from_packed(self.packed(), bias, self._report_dtype)
+
+
+class Straight(torch.autograd.Function):
+    """The second value, with the gradient of the first."""
+
+    @staticmethod
+    def forward(_ctx: Any, _value: Tensor, rounded: Tensor) -> Tensor:
+        return rounded
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
