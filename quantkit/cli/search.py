@@ -21,8 +21,14 @@ def search(
     max_bpw: Annotated[float | None, typer.Option(help="Budget: bits per weight of the quantized layers.")] = None,
     max_bytes: Annotated[str | None, typer.Option(help="Budget: size of all weight files, such as 90MB.")] = None,
     max_kl: Annotated[float | None, typer.Option(help="Budget: measured KL in nats per token; smallest size.")] = None,
-    bits: Annotated[str, typer.Option(help="Bit widths to choose from, comma-separated.")] = "2,3,4,5",
-    groups: Annotated[str, typer.Option(help="Group sizes to choose from; -1 is the row.")] = "32,64,128,256,-1",
+    bits: Annotated[
+        str | None,
+        typer.Option(help="Bit widths to choose from, comma-separated (default 2,3,4,5; method=trellis: 2,3,4)."),
+    ] = None,
+    groups: Annotated[
+        str | None,
+        typer.Option(help="Group sizes to choose from; -1 is the row (default 32,64,128,256,-1; method=trellis: -1)."),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -40,22 +46,24 @@ def search(
     given = {kind: value for kind, value in budgets.items() if value is not None}
     if len(given) != 1:
         raise RecipeError("give one budget: --max-bpw, --max-bytes or --max-kl")
-    widths, sizes = _integers("--bits", bits), _integers("--groups", groups)
+    widths = None if bits is None else _integers("--bits", bits)
+    sizes = None if groups is None else _integers("--groups", groups)
     from quantkit.jobs.search import Budget, search_settings
     from quantkit.jobs.search import search as find
     from quantkit.search.plan import optimality, option_label
     from quantkit.search.sizes import parse_bytes
-    from quantkit.search.table import Option
+    from quantkit.search.table import options_of
 
     limit = parse_bytes(max_bytes) if max_bytes is not None else max_bpw if max_bpw is not None else max_kl
     assert limit is not None
+    chosen = search_settings(settings or ())
     result = find(
         model,
         calibration,
         out,
         budget=Budget("bpw" if max_bpw is not None else "bytes" if max_bytes is not None else "kl", limit),
-        options=[Option(width, size) for width in widths for size in sizes],
-        settings=search_settings(settings or ()),
+        options=options_of(chosen.base.method, widths, sizes),
+        settings=chosen,
     )
     used: dict[str, int] = {}
     for option in result.plan.options.values():

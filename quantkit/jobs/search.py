@@ -19,7 +19,7 @@ from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeErr
 from quantkit.evaluation.divergence import score_logits
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.methods import METHODS, check_recipe, plan_layers
-from quantkit.models.families import block_linears, merged_linears
+from quantkit.models.families import block_linears, linear_shape, merged_linears
 from quantkit.models.loading import first_device, is_quantized, open_stream, stored_dtype, stream_fingerprint
 from quantkit.models.logits import window_logits
 from quantkit.models.stream import ModelStream
@@ -30,12 +30,14 @@ from quantkit.search.measure import corrected_losses, measure_layers
 from quantkit.search.plan import Mode, Plan, Point, Problem, best_uniform, choose
 from quantkit.search.sizes import fixed_bytes, offset_digits, quantized_bytes, shard_overhead
 from quantkit.search.table import (
+    CHOSEN,
     ErrorTable,
     LayerMethod,
     Option,
     TableFile,
     build_table,
     check_method,
+    option_settings,
     table_path,
 )
 from quantkit.storage.output import output_file
@@ -116,9 +118,10 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
         raise RecipeError("`settings` rotate: the search quantizes layers as they are; set it when the plan is applied")
     if recipe.head_bits is not None:
         raise RecipeError("`settings` head_bits: no matter of the search; set it when the plan is applied")
-    chosen = sorted({"weight_bits", "group_size"} & recipe.settings.keys())
-    if chosen:
-        raise RecipeError(f"`settings` {chosen[0]}: is what the search chooses; give widths and groups to choose from")
+    fields = () if method is None else method.settings.__dataclass_fields__
+    for name in CHOSEN:
+        if name in recipe.settings and name in fields:
+            raise RecipeError(f"`settings` {name}: is what the search chooses; give widths and groups to choose from")
     if own.get("per", "layer") not in ("layer", "type"):
         raise RecipeError(f"`settings` per={own['per']}: choose layer or type")
     if own.get("merged", "same") not in ("same", "free"):
@@ -159,8 +162,8 @@ def search(
 
 def _open_source(model: str, calibration: Path, options: Sequence[Option], settings: SearchSettings) -> _Source:
     """Load and check everything that the search reads."""
-    check_recipe(settings.base)
     check_method(settings.base.method)
+    check_recipe(_under(settings.base, options[0]))
     if is_quantized(model):
         raise ModelError(f"model {model} is quantized already; give the floating-point original")
     artifact = load_calibration(calibration)
@@ -248,14 +251,21 @@ def _solve(problem: Problem, budget: Budget, files: _Files, source: _Source) -> 
 def _planned_layers(
     model: torch.nn.Module, artifact: Calibration, options: Sequence[Option], base: Recipe
 ) -> list[str]:
-    """The layers to plan; every option is checked against the method's settings on the way."""
-    layers = list(block_linears(model))
+    """The layers to plan; every option is checked against the method's settings and each layer on the way."""
+    linears, stored_specs = block_linears(model), METHODS[base.method].stored_specs
     for option in options:
-        plans = plan_layers(Recipe("search", base.method, {**base.settings, **asdict(option)}, base.keep), layers)
+        plans = plan_layers(_under(base, option), list(linears))
+        for name, plan in plans.items():
+            stored_specs(plan.settings, linear_shape(linears[name]))  # raises for a shape that the method cannot take
     absent = [name for name in plans if name not in artifact.layers]
     if absent:
         raise CalibrationError(f"the calibration artifact has no statistics for {absent[0]}; calibrate again")
     return list(plans)
+
+
+def _under(base: Recipe, option: Option) -> Recipe:
+    """The recipe by which all layers have an option."""
+    return Recipe("search", base.method, {**base.settings, **option_settings(base.method, option)}, base.keep)
 
 
 def _best_within(problem: Problem, budget: Budget, files: _Files, per: Mode) -> Plan:

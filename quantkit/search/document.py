@@ -12,13 +12,15 @@ import yaml
 
 from quantkit.recipe import LayerRule, Recipe
 from quantkit.search.plan import Plan, Problem, frontier, option_label, type_points, uniform_points
+from quantkit.search.table import option_settings
 
 
 def plan_recipe(plan: Plan, base: Recipe) -> Recipe:
     """The plan as a recipe: the most frequent option for all, and a rule for every layer by its exact name."""
     common, _ = Counter(plan.options.values()).most_common(1)[0]
-    rules = tuple(LayerRule(glob.escape(name), None, asdict(option)) for name, option in plan.options.items())
-    return Recipe("plan", base.method, {**base.settings, **asdict(common)}, base.keep, rules)
+    own = {option: option_settings(base.method, option) for option in plan.options.values()}
+    rules = tuple(LayerRule(glob.escape(name), None, own[option]) for name, option in plan.options.items())
+    return Recipe("plan", base.method, {**base.settings, **own[common]}, base.keep, rules)
 
 
 def plan_document(problem: Problem, plan: Plan, facts: Mapping[str, Any]) -> dict[str, Any]:

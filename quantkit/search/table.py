@@ -1,5 +1,7 @@
 """The error table: what every (q, g) costs every layer in size and in predictions, cached as it grows.
 
+Method trellis has one group per row, and taps for each q: the most that there is a filter for.
+
 An entry is made by the method's own quantizer on the real weight. Entries are appended to a JSON-lines file in the
 user's cache, so an interrupted search goes on where it stopped and another budget takes seconds.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +33,7 @@ from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import advance, capture_inputs
 from quantkit.progress import track
 from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.trellis.filters import FILTERS
 from quantkit.search.sensitivity import output_sensitivity, quadratic_error
 from quantkit.storage.checks import Fields, anything, check_document, map_of, number, record, text, whole
 from quantkit.storage.documents import parse_json
@@ -39,6 +42,9 @@ from quantkit.storage.resume import passing_workspace
 
 SCHEMA = 2
 ROW_WISE = -1
+CHOSEN = ("weight_bits", "group_size", "taps")
+"""Settings of methods that an option decides, of those that a method has."""
+_WIDTHS, _GROUPS = (2, 3, 4, 5), (32, 64, 128, 256, ROW_WISE)
 _OTHER_CACHE = "set XDG_CACHE_HOME to a folder that can be written"
 _PLACE: Fields = {"kind": text, "layer": text, "bits": whole(1), "group": whole(ROW_WISE)}
 _ENTRY = record({**_PLACE, "spec": map_of(anything), "estimate": number, "output_error": number}, closed=True)
@@ -67,7 +73,7 @@ class LayerMethod:
     def quantize(self, layer: LayerInput, option: Option) -> PackedWeight:
         """The layer under an option, by the method's own quantizer."""
         row = METHODS[self.name]
-        return row.quantize(layer, row.settings(**{**self.settings, **asdict(option)}))
+        return row.quantize(layer, row.settings(**{**self.settings, **option_settings(self.name, option)}))
 
 
 @dataclass(frozen=True)
@@ -180,12 +186,41 @@ def _solver_files() -> list[Path]:
 
 
 def check_method(method: str) -> None:
-    """Raise RecipeError unless each layer of the method can be quantized alone, by weight_bits and group_size."""
-    known = METHODS[method].settings.__dataclass_fields__
-    if "act_bits" in known or not {"weight_bits", "group_size"} <= known.keys():
+    """Raise RecipeError unless each layer of the method, if there is such, can be quantized alone, by weight_bits."""
+    known = _settings_of(method)
+    if method in METHODS and ("act_bits" in known or "weight_bits" not in known):
         raise RecipeError(
             f"search chooses weight_bits and group_size per layer, which method {method} has not; use bcq"
         )
+
+
+def options_of(method: str, widths: Sequence[int] | None, groups: Sequence[int] | None) -> list[Option]:
+    """Every width with every group size; None: those that a method, which may be an unknown one, is searched for.
+
+    Raises RecipeError for groups of a method that has none.
+    """
+    known = _settings_of(method)
+    own_groups: Sequence[int] = groups or _GROUPS
+    if "taps" in known:
+        if groups is not None and tuple(groups) != (ROW_WISE,):
+            raise RecipeError(f"method {method} has no groups: leave them out, or give {ROW_WISE}, the row, alone")
+        widths, own_groups = widths or sorted({bits for bits, _ in FILTERS}), (ROW_WISE,)
+    return [Option(width, size) for width in widths or _WIDTHS for size in own_groups]
+
+
+def option_settings(method: str, option: Option) -> dict[str, int]:
+    """The option as settings of a method. Raises RecipeError for a width that the method has no filter for."""
+    if "taps" not in _settings_of(method):
+        return asdict(option)
+    most = max((taps for bits, taps in FILTERS if bits == option.weight_bits), default=None)
+    if most is None:
+        widths = ", ".join(str(bits) for bits in sorted({bits for bits, _ in FILTERS}))
+        raise RecipeError(f"method {method} has no filter for weight_bits {option.weight_bits}; choose of {widths}")
+    return {"weight_bits": option.weight_bits, "taps": most}
+
+
+def _settings_of(method: str) -> Container[str]:
+    return METHODS[method].settings.__dataclass_fields__ if method in METHODS else ()
 
 
 def build_table(

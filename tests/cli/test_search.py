@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.checkpoint.read import read_checkpoint
+from quantkit.formats.trellis import TrellisSpec
 from tests.cli.calls import refusal, run
+
+TRELLIS = ("--set", "method=trellis")
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +40,35 @@ def test_a_plan_is_found_and_applied(
     assert {"plan.yaml", "plan.json"} <= {path.name for path in tmp_path.iterdir()}
 
 
+def test_a_plan_of_the_trellis_format_is_found_and_applied(
+    artifact: Path, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("quantkit.search.table.FILTERS", {(2, 4): (), (3, 3): (), (4, 2): ()})  # the quick ones
+    plan, out = tmp_path / "plan.yaml", tmp_path / "q"
+    options = ("--max-bpw", "3.25", *TRELLIS, "--set", "sweeps=0", "--set", "measure=2")
+    result = run("search", tiny_model("opt"), "--calibration", artifact, "-o", plan, *options)
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(plan.with_suffix(".json").read_text())
+    assert document["options"] == ["q2 row", "q3 row", "q4 row"]
+    assert 2.5 < document["bits_per_weight"] <= 3.25
+    applied = run("quantize", tiny_model("opt"), "--recipe", plan, "--calibration", artifact, "-o", out)
+    assert applied.exit_code == 0, applied.stderr
+    assert f"{document['bits_per_weight']:.3f}" in applied.stdout
+    specs = {layer.spec for layer in read_checkpoint(out).layers.values()}
+    assert specs <= {TrellisSpec(2, 4), TrellisSpec(3, 3), TrellisSpec(4, 2)}
+    assert len(specs) > 1
+
+
+def test_rows_that_the_trellis_format_does_not_take_are_refused_before_the_work(
+    artifact: Path, tiny_model: Callable[[str], Path], tmp_path: Path, text_file: Path
+) -> None:
+    calibration, model = tmp_path / "c.safetensors", tiny_model("llama")
+    run("calibrate", model, "--text", text_file, "--windows", "2", "--seq-len", "32", "-o", calibration)
+    arguments = ("--calibration", calibration, "-o", tmp_path / "plan.yaml", "--max-bpw", "3", *TRELLIS)
+    assert "out_features are a multiple of 16, not 72" in refusal("search", model, *arguments)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -47,8 +80,11 @@ def test_a_plan_is_found_and_applied(
         (("--max-bpw", "3", "--bits", "9"), "weight_bits is 9"),
         (("--max-bpw", "3", "--groups", "20"), "group_size is 20"),
         (("--max-bpw", "3", "--set", "method=bqc"), "did you mean 'bcq'"),
+        (("--max-bpw", "3", *TRELLIS, "--groups", "32,-1"), "method trellis has no groups"),
+        (("--max-bpw", "3", *TRELLIS, "--bits", "5"), "method trellis has no filter for weight_bits 5; choose of 2, 3"),
+        (("--max-bpw", "3", *TRELLIS, "--set", "taps=4"), "taps: is what the search chooses"),
     ],
-    ids=["none", "two", "negative", "bytes", "bits-text", "bits", "groups", "method"],
+    ids=["none", "two", "negative", "bytes", "bits-text", "bits", "groups", "method", "no-groups", "filter", "taps"],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
     options: tuple[str, ...], message: str, artifact: Path, tiny_model: Callable[[str], Path], tmp_path: Path
