@@ -17,6 +17,8 @@ from quantkit.formats.bipolar import BipolarSpec
 from quantkit.formats.table import FORMATS, format_name
 from quantkit.formats.trellis import TrellisSpec
 from quantkit.methods import head_spec
+from quantkit.quantizers.trellis.filters import filter_for
+from quantkit.quantizers.trellis.quantizer import TrellisSettings
 
 ROW = "row"
 _HEAD = re.compile(r"(.+)-head(\d)")
@@ -26,9 +28,7 @@ _SCALES = (0.0, _LARGEST_SCALE)
 _FLOAT_RANGES = {  # tensor name -> of its random content, where it is no scale
     "offset": (-_LARGEST_SCALE / 2, _LARGEST_SCALE / 2),
     "scale_factors": (0.0, _LARGEST_SCALE / _LARGEST_CODE),
-    "filter": (-0.5, 0.5),
 }
-_TAPS = {1: 8, 2: 6, 3: 5, 4: 4, 5: 3, 6: 2}  # of a filter, by bits; of recipes where there is one
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ METHOD_NAMES: tuple[MethodName, ...] = (
         lambda found: BipolarSpec(int(found[1]), int(found[2])),
     ),
     MethodName(
-        re.compile(r"trellis-w([1-6])"),
+        re.compile(r"trellis-w(\d)"),
         "trellis-w2",
-        lambda found: TrellisSpec(int(found[1]), _TAPS[int(found[1])]),
+        lambda found: TrellisSpec(*TrellisSettings(int(found[1])).shape),
     ),
 )
 
@@ -119,7 +119,9 @@ def random_tensors(spec: Any, shape: Shape, device: torch.device, *, equal_steps
     """
     wanted = FORMATS[format_name(spec)].tensors(spec, shape)
     tensors = {name: _random(tensor, device, *_FLOAT_RANGES.get(name, _SCALES)) for name, tensor in wanted.items()}
-    if equal_steps and spec.scale_bits == _FP16_BITS:
+    if isinstance(spec, TrellisSpec):  # one filter, as those of a model have
+        tensors["filter"] = filter_for(spec.weight_bits, spec.taps).to(device)
+    elif equal_steps and spec.scale_bits == _FP16_BITS:
         powers = 2.0 ** torch.arange(spec.weight_bits, device=device).view(-1, 1, 1)
         steps = (tensors["scales"][:1].float() / powers.sum()).to(torch.float16)
         tensors["scales"] = steps * powers.to(torch.float16)

@@ -46,9 +46,15 @@ class TrellisSettings:
     hessian: str = ACTIVATIONS
 
     def __post_init__(self) -> None:
-        if self.shape not in FILTERS:
-            known = ", ".join(f"weight_bits {bits} with taps {taps}" for bits, taps in FILTERS)
-            raise RecipeError(f"no filter for weight_bits {self.weight_bits} with taps {self.taps}; there are: {known}")
+        widths, known = (
+            sorted({bits for bits, _ in FILTERS}),
+            [taps for bits, taps in FILTERS if bits == self.weight_bits],
+        )
+        if not known:
+            raise RecipeError(f"weight_bits is {self.weight_bits}; method trellis has {', '.join(map(str, widths))}")
+        if self.taps not in (0, *known):
+            choice = " or ".join(map(str, known))
+            raise RecipeError(f"taps is {self.taps}; with weight_bits {self.weight_bits} choose {choice}")
         if self.sweeps < 0:
             raise RecipeError(f"sweeps is {self.sweeps}; choose 0 or more")
         check_rotate(self.rotate)

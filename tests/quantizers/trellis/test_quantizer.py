@@ -57,6 +57,10 @@ def test_the_spec_is_what_settings_say_and_the_same_input_gives_the_same_bytes()
     assert all(torch.equal(tensor, again.tensors[name]) for name, tensor in packed.tensors.items())
 
 
+def test_no_taps_are_the_most_that_there_are() -> None:
+    assert [TrellisSettings(weight_bits=bits).shape for bits in (2, 3, 4)] == [(2, 6), (3, 5), (4, 4)]
+
+
 def test_units_of_a_weight_do_not_matter() -> None:
     layer = _layer()
     larger = LayerInput("layer", layer.weight * 8, None, layer.hessian)
@@ -83,7 +87,8 @@ def test_rotated_inputs_are_undone_by_dequantizing() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"taps": 5}, "no filter for weight_bits 2 with taps 5; there are: weight_bits 2 with taps 4"),
+        ({"weight_bits": 5}, "weight_bits is 5; method trellis has 2, 3, 4"),
+        ({"taps": 5}, "taps is 5; with weight_bits 2 choose 4 or 6"),
         ({"sweeps": -1}, "sweeps is -1"),
         ({"damping": 0.0}, "damping is 0.0"),
         ({"rotate": "offline"}, "rotate is 'offline'"),
