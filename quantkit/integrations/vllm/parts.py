@@ -268,7 +268,8 @@ def _made_up(name: str, size: TensorSpec, indices: Sequence[str], part: Part) ->
 def _made_up_filter(spec: TrellisSpec) -> Tensor:
     """[q, taps] fp32: that of the quantizer, or equal taps where it has none."""
     equal = ((spec.weight_bits * spec.taps) ** -0.5,) * spec.taps
-    return torch.tensor(FILTERS.get((spec.weight_bits, spec.taps), (equal,) * spec.weight_bits))
+    found = FILTERS.get((spec.weight_bits, spec.taps), (equal,) * spec.weight_bits)
+    return torch.tensor(found, dtype=torch.float32)  # the engine loads with a default type of 16 bits
 
 
 def _made_up_index(name: str, size: TensorSpec, in_features: int, device: torch.device) -> Tensor:

@@ -42,4 +42,4 @@ FILTERS: dict[tuple[int, int], tuple[tuple[float, ...], ...]] = {
 
 def filter_for(weight_bits: int, taps: int) -> Tensor:
     """[weight_bits, taps] fp32. Raises KeyError where there is none."""
-    return torch.tensor(FILTERS[weight_bits, taps])
+    return torch.tensor(FILTERS[weight_bits, taps], dtype=torch.float32)
