@@ -14,6 +14,8 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.bcq import BcqSpec
 from quantkit.formats.shard import shard
 from quantkit.formats.table import format_name
+from quantkit.formats.trellis import TrellisSpec
+from quantkit.integrations.vllm.parts import made_up_filter
 from quantkit.nn.table import LINEARS, LinearRow
 from tests.formats.test_shard import random_tensors
 from tests.integrations import vllm_stub
@@ -256,6 +258,16 @@ def test_dummy_weights_have_a_models_deviation(spec: Any, monkeypatch: pytest.Mo
     vllm_stub.fill_as_dummy(layer)
     method.process_weights_after_loading(layer)
     assert 0.01 < float(method.apply(layer, torch.eye(K)).std()) < 0.05
+
+
+@pytest.mark.parametrize("spec", [TrellisSpec(2, 6), TrellisSpec(1, 4)], ids=["of the quantizer", "made up"])
+def test_filters_are_fp32_whatever_type_the_engine_loads_in(spec: TrellisSpec) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert made_up_filter(spec).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize(("sequences", "layout"), [(1, "latency"), (4, "latency"), (5, "batch"), (256, "batch")])

@@ -255,7 +255,7 @@ def _made_up(name: str, size: TensorSpec, indices: Sequence[str], part: Part) ->
     if name in indices:
         return _made_up_index(name, size, in_features, device)
     if name == "filter":
-        return _made_up_filter(part.spec).to(device)
+        return made_up_filter(part.spec).to(device)
     seeded = torch.Generator(device).manual_seed(0)
     if size.dtype.is_floating_point:
         scales = _DUMMY_ROW_SCALES if isinstance(part.spec, TrellisSpec) else _DUMMY_SCALES
@@ -265,7 +265,7 @@ def _made_up(name: str, size: TensorSpec, indices: Sequence[str], part: Part) ->
     return drawn.view(size.dtype)
 
 
-def _made_up_filter(spec: TrellisSpec) -> Tensor:
+def made_up_filter(spec: TrellisSpec) -> Tensor:
     """[q, taps] fp32: that of the quantizer, or equal taps where it has none."""
     equal = ((spec.weight_bits * spec.taps) ** -0.5,) * spec.taps
     found = FILTERS.get((spec.weight_bits, spec.taps), (equal,) * spec.weight_bits)
