@@ -7,7 +7,7 @@
 //   shared      the words of the ring, row by row, and two tables: what the low and the high 8 bits of a window stand for
 //
 // The window of a row is that of the row before, q bits on. Grid: (k tiles, rings).
-#include "../bcq/level_codes.cuh"
+#include "../bcq/tiles.cuh"
 
 namespace {
 
@@ -31,8 +31,7 @@ __device__ __forceinline__ float tableEntry(uint32 bits, int first, const float*
 
 }  // namespace
 
-template <int kBits,   // planes
-          int kOrder>  // kPlaneOrder or kCodeOrder, of one plane
+template <int kBits>  // planes
 __global__ void __launch_bounds__(kThreads, 8)
 trellisDequantize(const uint4* __restrict__ tiles,    // sign tiles
                   const float* __restrict__ filter,   // [kBits, taps]
@@ -52,10 +51,9 @@ trellisDequantize(const uint4* __restrict__ tiles,    // sign tiles
         if (tileOfRing * kTileN >= ring) continue;
         const size_t nTile = (size_t(plane) * N + firstRow) / kTileN + tileOfRing;
         const uint4 own = __ldcs(tiles + (nTile * kTiles + kTile) * kWarpSize + lane);
-        uint32 parts[4] = {own.x, own.y, own.z, own.w};
+        const uint32 parts[4] = {own.x, own.y, own.z, own.w};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            if constexpr (kOrder != kPlaneOrder) parts[j] = neighbouringColumns<1, false>(parts[j], lane);
             const int row = tileOfRing * kTileN + lane / kTileQuads + j % 2 * (kTileN / 2);
             words[plane][row][lane % kTileQuads + j / 2 * kTileQuads] = parts[j];
         }

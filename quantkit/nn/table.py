@@ -72,7 +72,6 @@ LINEARS: dict[str, LinearRow] = {
     "trellis": LinearRow(
         forward=trellis_linear.forward,
         prepare=trellis_linear.prepare,
-        prepare_batch=trellis_linear.prepare_batch,
         restore=trellis_linear.restore,
         prepared_forward=trellis_linear.prepared_forward,
     ),

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quantkit.cuda.architectures import ARCHITECTURES
-from quantkit.cuda.device import gpu_of
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import ROW_WISE
 from quantkit.formats.trellis import TrellisSpec, TrellisTensors
 from quantkit.ops.bcq.autotune import ensure_measured
-from quantkit.ops.bcq.candidates import multiplies_batches
 from quantkit.ops.bcq.layout import BcqTiles
-from quantkit.ops.bcq.order import Order
 from quantkit.ops.rotation.op import rotate_inputs
 from quantkit.ops.trellis.layout import TrellisTiles, prepare_planes, restore_planes
 from quantkit.ops.trellis.op import trellis_linear, trellis_linear_prepared
-
-_TILES = {Order.PLANES: "tiles", Order.CODES: "code_tiles"}
-"""The name of the tiles by their order."""
 
 
 def forward(spec: TrellisSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -29,22 +22,11 @@ def forward(spec: TrellisSpec, tensors: Tensors, x: Tensor, bias: Tensor | None)
 
 def prepare(spec: TrellisSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
     """The kernels' tile order; on a GPU, a shape class seen for the first time is measured as well."""
-    return _prepared(TrellisTensors.of(tensors), shape, Order.PLANES)
-
-
-def prepare_batch(spec: TrellisSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
-    """As ``prepare``, in the order for batches; that for latency where the GPU has no product for such."""
-    device = tensors["signs"].device
-    row = gpu_of(device).architecture if device.type == "cuda" else ARCHITECTURES[min(ARCHITECTURES)]
-    order = Order.CODES if multiplies_batches(row, 1, ROW_WISE, shape[1]) else Order.PLANES
-    return _prepared(TrellisTensors.of(tensors), shape, order)
-
-
-def _prepared(stored: TrellisTensors, shape: Shape, order: Order) -> dict[str, Tensor]:
-    planes = prepare_planes(stored, shape[1], order)
+    stored = TrellisTensors.of(tensors)
+    planes = prepare_planes(stored, shape[1])
     if planes.tiles.is_cuda:
         ensure_measured(planes)
-    tiles = {_TILES[order]: planes.tiles, "scale_tiles": planes.scale_tiles}
+    tiles = {"tiles": planes.tiles, "scale_tiles": planes.scale_tiles}
     return {**tiles, "scales": stored.scales, "filter": stored.filter}
 
 
@@ -55,28 +37,22 @@ def restore(spec: TrellisSpec, prepared: Tensors, shape: Shape) -> dict[str, Ten
 
 def prepared_weight(spec: TrellisSpec, prepared: Tensors, shape: Shape) -> TrellisTiles:
     """What ``prepare`` or ``prepare_batch`` gave."""
-    order, features = _order(prepared), spec.weight_bits * shape[0]
-    planes = BcqTiles(prepared[_TILES[order]], prepared["scale_tiles"], None, features, shape[1], ROW_WISE, order)
+    features = spec.weight_bits * shape[0]
+    planes = BcqTiles(prepared["tiles"], prepared["scale_tiles"], None, features, shape[1], ROW_WISE)
     return TrellisTiles(planes, prepared["scales"], prepared["filter"])
 
 
 def prepared_forward(spec: TrellisSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
     """As ``forward``, from the tile order; QuantizedLinear synchronizes after every change of the stored tensors."""
-    order = _order(prepared)
     return trellis_linear_prepared(
         _inputs(spec, x),
-        prepared[_TILES[order]],
+        prepared["tiles"],
         prepared["scale_tiles"],
         prepared["scales"],
         prepared["filter"],
         bias,
         weights_ready=True,
-        order=order.value,
     )
-
-
-def _order(prepared: Tensors) -> Order:
-    return next(order for order, name in _TILES.items() if name in prepared)
 
 
 def _inputs(spec: TrellisSpec, x: Tensor) -> Tensor:

@@ -35,14 +35,13 @@ def test_the_product_is_that_of_the_dequantized_weight(rotate_inputs: bool) -> N
     assert torch.equal(linear.dequantize(), dequantize(packed))
 
 
-@pytest.mark.parametrize("layout", ["latency", "batch"])
-def test_preparing_changes_no_product_and_no_stored_bit(layout: str) -> None:
+def test_preparing_changes_no_product_and_no_stored_bit() -> None:
     packed, row = _packed(), LINEARS["trellis"]
-    prepare = row.prepare if layout == "latency" else row.prepare_batch
-    assert prepare is not None
+    assert row.prepare is not None
+    assert row.preparation("batch") is row.prepare
     assert row.prepared_forward is not None
     assert row.restore is not None
-    prepared = prepare(packed.spec, packed.tensors, packed.shape)
+    prepared = row.prepare(packed.spec, packed.tensors, packed.shape)
     x = torch.randn(3, K)
     y = row.prepared_forward(packed.spec, prepared, packed.shape, x, None)
     assert torch.equal(y, row.forward(packed.spec, packed.tensors, x, None))

@@ -12,15 +12,12 @@ from quantkit.cuda.launch import DTYPE_CODES
 from quantkit.cuda.source import KernelSource
 from quantkit.formats.trellis import BLOCK_ROWS, MOST_BITS, MOST_TAPS
 from quantkit.ops.bcq.instances import TILE_K, TILE_N
-from quantkit.ops.bcq.order import Order
 from quantkit.ops.constants import SHARED_CONSTANTS
 
 FILTER_RINGS = 4  # of a block; a thread has two rows of them
 FILTER_ROWS = FILTER_RINGS * BLOCK_ROWS
 FILTER_THREADS = FILTER_ROWS // 2
 DEQUANTIZE_THREADS = TILE_K // 2
-ORDERS = (Order.PLANES, Order.CODES)
-"""Those that planes are kept in; a single plane is no grid."""
 
 _FILTER = KernelSource(
     "trellis/filter.cu",
@@ -36,13 +33,13 @@ def filter_unit(dtype: torch.dtype, bits: int) -> CompileUnit:
     return CompileUnit(_FILTER, "trellisFilter", (DTYPE_CODES[dtype], bits))
 
 
-def dequantize_unit(bits: int, order: Order) -> CompileUnit:
-    """trellisDequantize for weights in one of ORDERS."""
-    return CompileUnit(_DEQUANTIZE, "trellisDequantize", (bits, order.number))
+def dequantize_unit(bits: int) -> CompileUnit:
+    """trellisDequantize."""
+    return CompileUnit(_DEQUANTIZE, "trellisDequantize", (bits,))
 
 
 def trellis_units(_row: Architecture) -> Iterator[CompileUnit]:
     """Every instance; the same on every GPU."""
     for bits in range(1, MOST_BITS + 1):
         yield from (filter_unit(dtype, bits) for dtype in (torch.float16, torch.bfloat16))
-        yield from (dequantize_unit(bits, order) for order in ORDERS)
+        yield dequantize_unit(bits)

@@ -24,13 +24,11 @@ from quantkit.ops.bcq.autotune import choose
 from quantkit.ops.bcq.instances import TILE_K
 from quantkit.ops.bcq.layout import BcqTiles
 from quantkit.ops.bcq.op import bcq_linear_prepared
-from quantkit.ops.bcq.order import Order
 from quantkit.ops.registry import define_op
 from quantkit.ops.trellis.instances import (
     DEQUANTIZE_THREADS,
     FILTER_ROWS,
     FILTER_THREADS,
-    ORDERS,
     dequantize_unit,
     filter_unit,
 )
@@ -59,7 +57,7 @@ class TrellisLinear(NamedTuple):
 class TrellisLinearPrepared(NamedTuple):
     """TrellisLinear of a prepared weight (layout.py).
 
-    weights_ready: no kernel still queued writes the weight. order: of the planes (Order).
+    weights_ready: no kernel still queued writes the weight.
     """
 
     x: Tensor
@@ -69,13 +67,12 @@ class TrellisLinearPrepared(NamedTuple):
     filter: Tensor
     bias: Tensor | None
     weights_ready: bool = False
-    order: str = Order.PLANES.value
 
     @property
     def weight(self) -> TrellisTiles:
         """The weight."""
         rows, columns = len(self.filter) * len(self.scales), self.x.shape[-1]
-        planes = BcqTiles(self.tiles, self.scale_tiles, None, rows, columns, ROW_WISE, Order(self.order))
+        planes = BcqTiles(self.tiles, self.scale_tiles, None, rows, columns, ROW_WISE)
         return TrellisTiles(planes, self.scales, self.filter)
 
 
@@ -90,7 +87,7 @@ def dequantize_planes(weight: TrellisTiles, dtype: torch.dtype) -> Tensor:
     (bits, taps), rows, columns = weight.filter.shape, len(weight.scales), weight.planes.in_features
     dequantized = torch.empty(rows, columns, dtype=dtype, device=weight.scales.device)
     Launch(
-        dequantize_unit(bits, weight.planes.order),
+        dequantize_unit(bits),
         weight.scales.device,
         grid=(-(-columns // TILE_K), -(-rows // BLOCK_ROWS)),
         block=DEQUANTIZE_THREADS,
@@ -143,7 +140,7 @@ def implementation(x: Tensor, weight: TrellisTiles) -> str:
     if not multiplies_planes(len(x), x.dtype, weight):
         return "trellisDequantize"
     planes = weight.planes
-    return choose(x, 1, planes.out_features, ROW_WISE, planes.scale_bits, order=planes.order)
+    return choose(x, 1, planes.out_features, ROW_WISE, planes.scale_bits)
 
 
 def _product(x: Tensor, weight: TrellisTiles, bias: Tensor | None, *, weights_ready: bool) -> Tensor:
@@ -155,12 +152,12 @@ def _product(x: Tensor, weight: TrellisTiles, bias: Tensor | None, *, weights_re
     if not multiplies_planes(len(flat), x.dtype, weight):
         return linear(x, dequantize_planes(weight, x.dtype), bias)
     stored = planes.tiles, planes.scale_tiles, None, planes.out_features, ROW_WISE
-    sums = bcq_linear_prepared(flat, *stored, weights_ready=weights_ready, order=planes.order.value)
+    sums = bcq_linear_prepared(flat, *stored, weights_ready=weights_ready)
     return filter_sums(sums, weight, bias, weights_ready=weights_ready).view(*x.shape[:-1], rows)
 
 
 def _linear_cuda(op: TrellisLinear) -> Tensor:
-    planes = prepare_planes(op.stored, op.x.shape[-1], Order.PLANES)
+    planes = prepare_planes(op.stored, op.x.shape[-1])
     return _product(op.x, TrellisTiles(planes, op.scales, op.filter), op.bias, weights_ready=False)
 
 
@@ -180,10 +177,8 @@ def _linear_samples() -> Iterator[TrellisLinear]:
 
 def _prepared_samples() -> Iterator[TrellisLinearPrepared]:
     for op in _linear_samples():
-        for order in ORDERS:
-            planes = prepare_planes(op.stored, op.x.shape[-1], order)
-            stored = planes.tiles, planes.scale_tiles, op.scales, op.filter
-            yield TrellisLinearPrepared(op.x, *stored, op.bias, False, order.value)
+        planes = prepare_planes(op.stored, op.x.shape[-1])
+        yield TrellisLinearPrepared(op.x, planes.tiles, planes.scale_tiles, op.scales, op.filter, op.bias)
 
 
 trellis_linear = define_op(

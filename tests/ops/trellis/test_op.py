@@ -6,7 +6,6 @@ from torch import Tensor
 
 from quantkit.formats.planes import pack_bits, unpack_signs
 from quantkit.formats.trellis import BLOCK_ROWS, TrellisTensors, dequantize_stored, filter_rows
-from quantkit.ops.trellis.instances import ORDERS
 from quantkit.ops.trellis.layout import TrellisTiles, plane_scale, prepare_planes, restore_planes
 from quantkit.ops.trellis.op import (
     MOST_PLANES,
@@ -30,16 +29,14 @@ def _stored(n: int, k: int, bits: int, taps: int, device: str = "cpu") -> Trelli
     return TrellisTensors(signs.to(device), scales.to(device), filter.to(device))
 
 
-def _tiles(stored: TrellisTensors, k: int, order: str) -> TrellisTiles:
-    planes = prepare_planes(stored, k, next(it for it in ORDERS if it == order))
-    return TrellisTiles(planes, stored.scales, stored.filter)
+def _tiles(stored: TrellisTensors, k: int) -> TrellisTiles:
+    return TrellisTiles(prepare_planes(stored, k), stored.scales, stored.filter)
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_planes_come_back_from_the_order_of_the_kernels(n: int, k: int, order: str) -> None:
+def test_planes_come_back_from_the_order_of_the_kernels(n: int, k: int) -> None:
     stored = _stored(n, k, 3, 5)
-    assert torch.equal(restore_planes(_tiles(stored, k, order)).signs, stored.signs)
+    assert torch.equal(restore_planes(_tiles(stored, k)).signs, stored.signs)
 
 
 @pytest.mark.parametrize(("bits", "taps"), FILTERS)
@@ -69,20 +66,18 @@ def test_the_ops_of_a_cpu_are_the_reference() -> None:
     stored, x, bias = _stored(208, 100, 2, 6), torch.randn(2, 3, 100), torch.randn(208)
     expected = trellis_linear_reference(x, stored, bias)
     assert torch.equal(trellis_linear(x, stored.signs, stored.scales, stored.filter, bias), expected)
-    for order in ORDERS:
-        tiles = _tiles(stored, 100, order)
-        held = tiles.planes.tiles, tiles.planes.scale_tiles, stored.scales, stored.filter
-        assert torch.equal(trellis_linear_prepared(x, *held, bias, order=order), expected)
+    tiles = _tiles(stored, 100)
+    held = tiles.planes.tiles, tiles.planes.scale_tiles, stored.scales, stored.filter
+    assert torch.equal(trellis_linear_prepared(x, *held, bias), expected)
 
 
 @pytest.mark.cuda
 @pytest.mark.sanitize
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("bits", "taps"), FILTERS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_a_weight_is_expanded_exactly(n: int, k: int, bits: int, taps: int, order: str) -> None:
+def test_a_weight_is_expanded_exactly(n: int, k: int, bits: int, taps: int) -> None:
     stored = _stored(n, k, bits, taps, "cuda")
-    tiles, expected = _tiles(stored, k, order), dequantize_stored(stored, k)
+    tiles, expected = _tiles(stored, k), dequantize_stored(stored, k)
     found = dequantize_planes(tiles, torch.float32)
     torch.testing.assert_close(found, expected, rtol=FP32_RTOL, atol=1e-7)
     for dtype in (torch.float16, torch.bfloat16):
@@ -96,7 +91,7 @@ def test_a_weight_is_expanded_exactly(n: int, k: int, bits: int, taps: int, orde
 def test_sums_are_filtered_to_the_rounding_of_y(bits: int, taps: int, dtype: torch.dtype) -> None:
     n, tokens = 304, 3
     stored, bias = _stored(n, 64, bits, taps, "cuda"), torch.randn(n).to("cuda", dtype)
-    tiles = _tiles(stored, 64, ORDERS[0])
+    tiles = _tiles(stored, 64)
     sums = torch.randn(tokens, bits * n).to("cuda", dtype)
     for ready in (False, True):
         y = filter_sums(sums, tiles, bias, weights_ready=ready)
@@ -111,16 +106,15 @@ def _filtered(sums: Tensor, stored: TrellisTensors) -> Tensor:
 
 @pytest.mark.cuda
 @pytest.mark.sanitize
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", list(ATOL))
 @pytest.mark.parametrize("tokens", [1, 2, 4, 7, 16, 40, 64, MOST_PLANES // 2, MOST_PLANES + 1])
-def test_products_are_right_and_repeat_bit_for_bit(tokens: int, dtype: torch.dtype, order: str) -> None:
+def test_products_are_right_and_repeat_bit_for_bit(tokens: int, dtype: torch.dtype) -> None:
     for (n, k), (bits, taps) in zip(SHAPES, FILTERS, strict=False):
         stored, x = _stored(n, k, bits, taps, "cuda"), torch.randn(tokens, k).to("cuda", dtype)
-        tiles, bias = _tiles(stored, k, order), torch.randn(n).to("cuda", dtype)
+        tiles, bias = _tiles(stored, k), torch.randn(n).to("cuda", dtype)
         held = tiles.planes.tiles, tiles.planes.scale_tiles, stored.scales, stored.filter
         torch.cuda.synchronize()
-        y, again = (trellis_linear_prepared(x, *held, bias, weights_ready=True, order=order) for _ in range(2))
+        y, again = (trellis_linear_prepared(x, *held, bias, weights_ready=True) for _ in range(2))
         assert torch.equal(y, again)
         expected = x.double() @ dequantize_stored(stored, k).double().t() + bias.double()
         largest = expected.abs().max().item()
