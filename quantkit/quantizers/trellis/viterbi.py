@@ -10,12 +10,17 @@ Source: Viterbi 1967; tail-biting as in QTIP (Tseng et al. 2024, algorithm 4).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quantkit.formats.trellis import BLOCK_ROWS
 from quantkit.ops.solve.trellis import RowCode
+
+Array = npt.NDArray[Any]
 
 _MOST_COSTS = 1 << 24  # branch costs that are held at once
 
@@ -101,47 +106,54 @@ def _code_columns(values: Tensor, rows: RowCode) -> tuple[Tensor, Tensor]:
 
 def _code_rings(values: Tensor, weights: Tensor, trellis: Trellis) -> tuple[Tensor, Tensor]:
     """Codes and what they stand for, [B, R] each, of rings of R rows."""
-    ring = values.shape[1]
+    ring, bits = values.shape[1], trellis.weight_bits
     costs = _branch_costs(values, weights, trellis)
-    came, last = _forward([*costs, *costs], trellis, None)
-    state = last.argmin(dim=1)
+    came, last = _forward(np.concatenate([costs, costs]), trellis, None)
+    state = last.argmin(axis=1)
     for step in reversed(range(ring, 2 * ring)):
-        state = _window(came[step], state, trellis) >> trellis.weight_bits
-    came, _ = _forward(list(costs), trellis, state)
-    windows = torch.empty(values.shape, dtype=torch.int64, device=values.device)
+        state = _window(came[step], state, trellis) >> bits
+    came, _ = _forward(costs, trellis, state)
+    windows = np.empty(values.shape, dtype=np.int64)
     for row in reversed(range(ring)):
         windows[:, row] = _window(came[row], state, trellis)
-        state = windows[:, row] >> trellis.weight_bits
-    return (windows & (2**trellis.weight_bits - 1)).to(torch.uint8), trellis.values[windows]
+        state = windows[:, row] >> bits
+    found = torch.from_numpy(windows).to(values.device)
+    return (found & (2**bits - 1)).to(torch.uint8), trellis.values[found]
 
 
-def _branch_costs(values: Tensor, weights: Tensor, trellis: Trellis) -> Tensor:
-    """[R, B, windows]: weight * (value^2 - 2 x value), the squared error of a row but for a constant."""
-    parts = torch.stack([weights, -2 * weights * values], dim=-1).transpose(0, 1)  # [R, B, 2]
-    return parts @ torch.stack([trellis.values.square(), trellis.values])
+def _branch_costs(values: Tensor, weights: Tensor, trellis: Trellis) -> Array:
+    """[R, B, windows] fp32: weight * (value - 2 x) * value, the squared error of a row but for a constant."""
+    windows = trellis.values.cpu().numpy()
+    x, weight = (tensor.t().unsqueeze(-1).cpu().numpy() for tensor in (values, weights))  # [R, B, 1]
+    costs: Array = (windows - 2 * x) * windows
+    costs *= weight
+    return costs
 
 
-def _forward(costs: list[Tensor], trellis: Trellis, start: Tensor | None) -> tuple[list[Tensor], Tensor]:
-    """For every row and state behind it the highest q bits of its best window, and the costs [B, states] at the end.
+def _forward(costs: Array, trellis: Trellis, start: Array | None) -> tuple[Array, Array]:
+    """For every row [R] and state behind it the highest q bits of its best window, and the costs [B, states] at last.
 
-    start: [B], the only state to begin with; None: any.
+    start: [B], the only state to begin with; None: any. In NumPy: thousands of small steps, of which none is worth a
+    second thread.
     """
-    states, branches = trellis.states, 2**trellis.weight_bits
-    total = torch.zeros(len(costs[0]), states, device=costs[0].device)
+    (steps, rings, _), states, branches = costs.shape, trellis.states, 2**trellis.weight_bits
+    total = np.zeros((rings, states), dtype=np.float32)
     if start is not None:
-        total.fill_(torch.inf).scatter_(1, start[:, None], 0.0)
-    came = []
-    for cost in costs:
-        through = cost.view(-1, branches, states // branches, branches) + total.view(
-            -1, branches, states // branches, 1
-        )
-        least, best = through.min(dim=1)
-        total = least.flatten(1)
-        came.append(best.flatten(1).to(torch.uint8))
+        total[:] = np.inf
+        total[np.arange(rings), start] = 0
+    came = np.zeros((steps, rings, states), dtype=np.uint8)
+    for cost, won in zip(costs.reshape(steps, rings, branches, states), came, strict=True):
+        before = total.reshape(rings, branches, states // branches).repeat(branches, axis=2)
+        total = cost[:, 0] + before[:, 0]
+        for branch in range(1, branches):
+            through = cost[:, branch] + before[:, branch]
+            better = through < total
+            np.copyto(total, through, where=better)
+            won[better] = branch
     return came, total
 
 
-def _window(came: Tensor, state: Tensor, trellis: Trellis) -> Tensor:
+def _window(came: Array, state: Array, trellis: Trellis) -> Array:
     """The best window [B] that leads to ``state``."""
-    highest = came.gather(1, state[:, None])[:, 0].long()
+    highest: Array = came[np.arange(len(state)), state].astype(np.int64)
     return highest * trellis.states + state
