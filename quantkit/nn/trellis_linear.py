@@ -36,7 +36,7 @@ def restore(spec: TrellisSpec, prepared: Tensors, shape: Shape) -> dict[str, Ten
 
 
 def prepared_weight(spec: TrellisSpec, prepared: Tensors, shape: Shape) -> TrellisTiles:
-    """What ``prepare`` or ``prepare_batch`` gave."""
+    """What ``prepare`` gave."""
     features = spec.weight_bits * shape[0]
     planes = BcqTiles(prepared["tiles"], prepared["scale_tiles"], None, features, shape[1], ROW_WISE)
     return TrellisTiles(planes, prepared["scales"], prepared["filter"])

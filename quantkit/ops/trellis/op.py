@@ -146,14 +146,15 @@ def implementation(x: Tensor, weight: TrellisTiles) -> str:
 def _product(x: Tensor, weight: TrellisTiles, bias: Tensor | None, *, weights_ready: bool) -> Tensor:
     rows, planes = len(weight.scales), weight.planes
     flat = x.reshape(-1, x.shape[-1]).contiguous()
-    bias = None if bias is None else bias.to(x.dtype)
+    added = None if bias is None else bias.to(x.dtype)
     if not len(flat):
         return x.new_empty(*x.shape[:-1], rows)
     if not multiplies_planes(len(flat), x.dtype, weight):
-        return linear(x, dequantize_planes(weight, x.dtype), bias)
+        return linear(x, dequantize_planes(weight, x.dtype), added)
     stored = planes.tiles, planes.scale_tiles, None, planes.out_features, ROW_WISE
     sums = bcq_linear_prepared(flat, *stored, weights_ready=weights_ready)
-    return filter_sums(sums, weight, bias, weights_ready=weights_ready).view(*x.shape[:-1], rows)
+    ready = weights_ready and added is bias  # a kernel still queued writes a bias of another type
+    return filter_sums(sums, weight, added, weights_ready=ready).view(*x.shape[:-1], rows)
 
 
 def _linear_cuda(op: TrellisLinear) -> Tensor:

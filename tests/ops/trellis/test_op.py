@@ -6,6 +6,8 @@ from torch import Tensor
 
 from quantkit.formats.planes import pack_bits, unpack_signs
 from quantkit.formats.trellis import BLOCK_ROWS, TrellisTensors, dequantize_stored, filter_rows
+from quantkit.ops.registry import OPS
+from quantkit.ops.trellis import op
 from quantkit.ops.trellis.layout import TrellisTiles, plane_scale, prepare_planes, restore_planes
 from quantkit.ops.trellis.op import (
     MOST_PLANES,
@@ -16,7 +18,7 @@ from quantkit.ops.trellis.op import (
     trellis_linear_reference,
 )
 
-SHAPES = ((48, 100), (208, 520), (576, 1000))  # N, K: a ring of 48 rows, short ones of 16, whole ones; odd tiles
+SHAPES = ((48, 100), (208, 520), (576, 1000), (112, 333))  # N, K: rings of 48, 16 and 64 rows; odd tiles, an odd K
 FILTERS = ((2, 6), (3, 5), (4, 4), (1, 8), (6, 2))
 FP32_RTOL = 1e-5  # sums of up to 16 terms in another order
 # Of the largest |y|: the planes' sums and y are rounded to x's type, and K terms are added in another order.
@@ -69,6 +71,22 @@ def test_the_ops_of_a_cpu_are_the_reference() -> None:
     tiles = _tiles(stored, 100)
     held = tiles.planes.tiles, tiles.planes.scale_tiles, stored.scales, stored.filter
     assert torch.equal(trellis_linear_prepared(x, *held, bias), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_bias_of_another_type_is_not_read_early(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rounding is a kernel that may still run when the filter starts, although all weights are ready."""
+    stored, told = _stored(48, 100, 2, 4), []
+
+    def record(sums: Tensor, weight: TrellisTiles, bias: Tensor, *, weights_ready: bool) -> Tensor:
+        told.append((bias.dtype, weights_ready))
+        return sums[:, :48]
+
+    monkeypatch.setattr(op, "filter_sums", record)
+    tiles, bias = _tiles(stored, 100), torch.randn(48).half()
+    held = tiles.planes.tiles, tiles.planes.scale_tiles, stored.scales, stored.filter
+    OPS["trellis_linear_prepared"].cuda(op.TrellisLinearPrepared(torch.randn(1, 100).to(dtype), *held, bias, True))
+    assert told == [(dtype, dtype == bias.dtype)]
 
 
 @pytest.mark.cuda
