@@ -17,8 +17,12 @@ from quantkit.ops.decode.op import add_norm, attention, gated, norm
 from quantkit.ops.epilogue import Epilogue
 from quantkit.ops.instances import INSTANCES, all_units
 from quantkit.ops.registry import OPS
+from quantkit.ops.solve import trellis
+from quantkit.ops.solve.instances import MOST_COLUMNS, TRELLIS_FILTERS
+from quantkit.ops.solve.trellis import RowCode
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
+from quantkit.quantizers.trellis.filters import filter_for
 from tests.ops.bcq.cases import random_weight
 from tests.ops.decode.cases import token_behind_others
 from tests.ops.launches import Recorder, record
@@ -75,6 +79,12 @@ def _run_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
             for group_size, offset in ((64, True), (88, False)):
                 settings = BcqSettings(bits, group_size, offset, compensate=True, sweeps=1)
                 quantize(LayerInput("layer", weight, hessian=x.t() @ x), settings)
+        scales = torch.full((144,), 0.02)
+        for bits, taps in TRELLIS_FILTERS:
+            rows, values = RowCode.of(scales, filter_for(bits, taps)), torch.randn(MOST_COLUMNS, len(scales))
+            trellis.code_columns(values, rows)
+            trellis.round_columns(values, torch.eye(len(values)), rows)
+            trellis.descend_columns(values, values, torch.eye(len(values)), rows)
 
 
 def _run_epilogues(monkeypatch: pytest.MonkeyPatch) -> None:
