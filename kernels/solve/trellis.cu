@@ -17,19 +17,19 @@ constexpr int kRing = QK_BLOCK_ROWS;           // rows of a ring, at most
 constexpr int kMostColumns = QK_MOST_COLUMNS;  // of a block
 constexpr float kImpossible = 1e30f;           // cost of a state that no path leads to
 
-template <int kBits, int kTaps>
+template <int kBits, int kTaps, int kBlockThreads>
 struct Sizes {
     static constexpr int kBranches = 1 << kBits;
     static constexpr int kStateBits = kBits * (kTaps - 1);
     static constexpr int kStates = 1 << kStateBits;
     static constexpr int kPairs = kStates / 2;  // a thread's two neighbouring states have the same states before them
-    static constexpr int kThreads = kStates <= 64 ? 64 : kStates <= 1024 ? 256 : 512;
+    static constexpr int kThreads = kBlockThreads;
     static constexpr int kPairsPerThread = (kPairs + kThreads - 1) / kThreads;
 };
 
-template <int kBits, int kTaps>
+template <int kBits, int kTaps, int kThreads>
 struct Room {
-    using S = Sizes<kBits, kTaps>;
+    using S = Sizes<kBits, kTaps, kThreads>;
     float* work;    // [kMostColumns][kRing]: values or pressure, less what the columns before have left over
     float* costs;   // [2][kStates]
     float* low;     // [kStates]: what the bits of the state behind a row give of its value
@@ -68,10 +68,10 @@ __device__ __forceinline__ float valueOf(uint32 bits, const float* __restrict__ 
 }
 
 // Viterbi over `steps` rows from row `first` on; returns which half of the costs holds those at the end.
-template <int kBits, int kTaps>
-__device__ __forceinline__ int forward(const Room<kBits, kTaps>& room, const float (&high)[1 << kBits],
+template <int kBits, int kTaps, int kThreads>
+__device__ __forceinline__ int forward(const Room<kBits, kTaps, kThreads>& room, const float (&high)[1 << kBits],
                                        const float* __restrict__ importance, int first, int steps, int ring) {
-    using S = Sizes<kBits, kTaps>;
+    using S = Sizes<kBits, kTaps, kThreads>;
     int half = 0;
     for (int step = 0; step < steps; ++step) {
         const int row = (first + step) % ring;
@@ -105,17 +105,17 @@ __device__ __forceinline__ int forward(const Room<kBits, kTaps>& room, const flo
 }
 
 // The window that led to `state` behind a step.
-template <int kBits, int kTaps>
-__device__ __forceinline__ uint32 windowOf(const Room<kBits, kTaps>& room, int step, uint32 state) {
-    using S = Sizes<kBits, kTaps>;
+template <int kBits, int kTaps, int kThreads>
+__device__ __forceinline__ uint32 windowOf(const Room<kBits, kTaps, kThreads>& room, int step, uint32 state) {
+    using S = Sizes<kBits, kTaps, kThreads>;
     const uint32 branches = room.came[step % kRing * S::kPairs + state / 2];
     return (branches >> (state % 2 * 4) & 15) << S::kStateBits | state;
 }
 
 // The number of the least cost, the lowest of equal ones; for all threads.
-template <int kBits, int kTaps>
-__device__ __forceinline__ uint32 cheapest(const Room<kBits, kTaps>& room, const float* costs) {
-    using S = Sizes<kBits, kTaps>;
+template <int kBits, int kTaps, int kThreads>
+__device__ __forceinline__ uint32 cheapest(const Room<kBits, kTaps, kThreads>& room, const float* costs) {
+    using S = Sizes<kBits, kTaps, kThreads>;
     float least = 2 * kImpossible;
     uint32 found = 0;
     for (int n = threadIdx.x; n < S::kStates; n += S::kThreads) {
@@ -138,28 +138,28 @@ __device__ __forceinline__ uint32 cheapest(const Room<kBits, kTaps>& room, const
 
 // The windows of the best path round the ring to room.target: the state that it begins and ends with is that between two
 // turns of a path from anywhere to anywhere.
-template <int kBits, int kTaps>
-__device__ __forceinline__ void codeRing(const Room<kBits, kTaps>& room, const float (&high)[1 << kBits],
+template <int kBits, int kTaps, int kThreads>
+__device__ __forceinline__ void codeRing(const Room<kBits, kTaps, kThreads>& room, const float (&high)[1 << kBits],
                                          const float* __restrict__ importance, int ring) {
-    using S = Sizes<kBits, kTaps>;
+    using S = Sizes<kBits, kTaps, kThreads>;
     for (int n = threadIdx.x; n < S::kStates; n += S::kThreads) room.costs[n] = 0.f;
     __syncthreads();
-    const int half = forward<kBits, kTaps>(room, high, importance, 0, 2 * ring, ring);
-    const uint32 last = cheapest<kBits, kTaps>(room, room.costs + half * S::kStates);
+    const int half = forward<kBits, kTaps, kThreads>(room, high, importance, 0, 2 * ring, ring);
+    const uint32 last = cheapest<kBits, kTaps, kThreads>(room, room.costs + half * S::kStates);
     if (threadIdx.x == 0) {
         uint32 state = last;
-        for (int step = 2 * ring - 1; step >= ring; --step) state = windowOf<kBits, kTaps>(room, step, state) >> kBits;
+        for (int step = 2 * ring - 1; step >= ring; --step) state = windowOf<kBits, kTaps, kThreads>(room, step, state) >> kBits;
         room.state[0] = state;
     }
     __syncthreads();
     const uint32 start = room.state[0];
     for (int n = threadIdx.x; n < S::kStates; n += S::kThreads) room.costs[n] = n == start ? 0.f : kImpossible;
     __syncthreads();
-    forward<kBits, kTaps>(room, high, importance, 0, ring, ring);
+    forward<kBits, kTaps, kThreads>(room, high, importance, 0, ring, ring);
     if (threadIdx.x == 0) {
         uint32 state = start;
         for (int row = ring - 1; row >= 0; --row) {
-            const uint32 window = windowOf<kBits, kTaps>(room, row, state);
+            const uint32 window = windowOf<kBits, kTaps, kThreads>(room, row, state);
             room.windows[row] = window;
             state = window >> kBits;
         }
@@ -170,8 +170,8 @@ __device__ __forceinline__ void codeRing(const Room<kBits, kTaps>& room, const f
 }  // namespace
 
 // Grid: (rings, ceil(C / kMostColumns)); where there is a matrix, C is at most kMostColumns. Block: kThreads.
-template <int kBits, int kTaps>
-__global__ void __launch_bounds__((Sizes<kBits, kTaps>::kThreads), 1)
+template <int kBits, int kTaps, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1)
 trellisColumns(const float* __restrict__ values,      // [C, N]: those to round, or the pressure
                const float* __restrict__ old,         // [C, N]: levels to descend from; null: round
                const float* __restrict__ matrix,      // [C, C] matrixStride apart: U or H; null: none to make up for
@@ -183,12 +183,12 @@ trellisColumns(const float* __restrict__ values,      // [C, N]: those to round,
                uint8* __restrict__ codes,             // [C, N]
                uint8* __restrict__ scratch,           // null, or [blocks][kRing][kPairs]
                int N, int C, int matrixStride) {
-    using S = Sizes<kBits, kTaps>;
+    using S = Sizes<kBits, kTaps, kThreads>;
     extern __shared__ float4 shared[];
     const int firstRow = blockIdx.x * kRing, ring = min(kRing, N - firstRow);
     const int firstColumn = blockIdx.y * kMostColumns, columns = min(kMostColumns, C - firstColumn);
     const size_t block = blockIdx.y * gridDim.x + blockIdx.x;
-    const Room<kBits, kTaps> room(reinterpret_cast<float*>(shared),
+    const Room<kBits, kTaps, kThreads> room(reinterpret_cast<float*>(shared),
                                   scratch ? scratch + block * kRing * S::kPairs : nullptr);
     const float* weights = importance + firstRow;
     float high[S::kBranches];
@@ -209,7 +209,7 @@ trellisColumns(const float* __restrict__ values,      // [C, N]: those to round,
             room.target[row] = __fdividef(wanted, scales[firstRow + row]);
         }
         __syncthreads();
-        codeRing<kBits, kTaps>(room, high, weights, ring);
+        codeRing<kBits, kTaps, kThreads>(room, high, weights, ring);
         for (int row = threadIdx.x; row < ring; row += S::kThreads) {
             const uint32 window = room.windows[row];
             const float unit = room.low[window & (S::kStates - 1)] +

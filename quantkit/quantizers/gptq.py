@@ -63,7 +63,7 @@ class GptqResult:
 def gptq(
     weight: Tensor,
     hessian: Tensor | InverseFactor,
-    round_column: RoundColumn,
+    round_column: RoundColumn | None,
     *,
     options: GptqOptions,
     group_size: int = 0,
@@ -76,7 +76,8 @@ def gptq(
     round_column: called once per column, in the order of the columns, or of falling H[k, k] with act_order.
     begin_group: called before the first column of every ``group_size`` consecutive columns with the group's present
         values; the last group may be narrower. Not with act_order, which has no groups in its order: fit scales before.
-    round_block: in place of round_column, for groups of whole blocks and columns in their own order.
+    round_block: in place of round_column, which may then be None, for groups of whole blocks and columns in their own
+        order.
     Columns that no input reaches (H[k, k] = 0) are rounded as they are and take no part in the compensation.
     Raises StatsError where H is not finite, or not positive definite at any damping; RecipeError for act_order
     together with begin_group.
@@ -109,6 +110,7 @@ def gptq(
                     group[max(stop, i) - i :] -= done.t()
                 begin_group(i, group.t())
             exact = rows[i].clone()
+            assert round_column is not None
             rows[i] = round_column(columns[i], exact)
             errors[i - start] = (exact - rows[i]) / factor[i, i]
             rows[i + 1 : stop].addr_(factor[i, i + 1 : stop], errors[i - start], alpha=-1)

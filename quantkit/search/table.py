@@ -212,11 +212,8 @@ def option_settings(method: str, option: Option) -> dict[str, int]:
     """The option as settings of a method. Raises RecipeError for a width that the method has no filter for."""
     if "taps" not in _settings_of(method):
         return asdict(option)
-    most = max((taps for bits, taps in FILTERS if bits == option.weight_bits), default=None)
-    if most is None:
-        widths = ", ".join(str(bits) for bits in sorted({bits for bits, _ in FILTERS}))
-        raise RecipeError(f"method {method} has no filter for weight_bits {option.weight_bits}; choose of {widths}")
-    return {"weight_bits": option.weight_bits, "taps": most}
+    weight_bits, taps = METHODS[method].settings(weight_bits=option.weight_bits).shape
+    return {"weight_bits": weight_bits, "taps": taps}
 
 
 def _settings_of(method: str) -> Container[str]:

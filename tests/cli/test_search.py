@@ -10,6 +10,7 @@ import pytest
 
 from quantkit.checkpoint.read import read_checkpoint
 from quantkit.formats.trellis import TrellisSpec
+from quantkit.quantizers.trellis.filters import FILTERS
 from tests.cli.calls import refusal, run
 
 TRELLIS = ("--set", "method=trellis")
@@ -44,7 +45,8 @@ def test_a_plan_of_the_trellis_format_is_found_and_applied(
     artifact: Path, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("quantkit.search.table.FILTERS", {(2, 4): (), (3, 3): (), (4, 2): ()})  # the quick ones
+    quick = {(bits, taps): FILTERS[bits, taps] for bits, taps in ((2, 4), (3, 3), (4, 2))}
+    monkeypatch.setattr("quantkit.quantizers.trellis.quantizer.FILTERS", quick)
     plan, out = tmp_path / "plan.yaml", tmp_path / "q"
     options = ("--max-bpw", "3.25", *TRELLIS, "--set", "sweeps=0", "--set", "measure=2")
     result = run("search", tiny_model("opt"), "--calibration", artifact, "-o", plan, *options)
@@ -81,7 +83,7 @@ def test_rows_that_the_trellis_format_does_not_take_are_refused_before_the_work(
         (("--max-bpw", "3", "--groups", "20"), "group_size is 20"),
         (("--max-bpw", "3", "--set", "method=bqc"), "did you mean 'bcq'"),
         (("--max-bpw", "3", *TRELLIS, "--groups", "32,-1"), "method trellis has no groups"),
-        (("--max-bpw", "3", *TRELLIS, "--bits", "5"), "method trellis has no filter for weight_bits 5; choose of 2, 3"),
+        (("--max-bpw", "3", *TRELLIS, "--bits", "5"), "weight_bits is 5; method trellis has 2, 3, 4"),
         (("--max-bpw", "3", *TRELLIS, "--set", "taps=4"), "taps: is what the search chooses"),
     ],
     ids=["none", "two", "negative", "bytes", "bits-text", "bits", "groups", "method", "no-groups", "filter", "taps"],

@@ -96,7 +96,7 @@ def trellis_unit(bits: int, taps: int) -> CompileUnit:
     states = 2 ** (bits * (taps - 1))
     numbers = MOST_COLUMNS * BLOCK_ROWS + 3 * states + 3 * BLOCK_ROWS + 2 * trellis_threads(states)
     shared = numbers * _FLOAT_BYTES + (0 if trellis_scratch(states) else branches_bytes(states))
-    return CompileUnit(_TRELLIS, "trellisColumns", (bits, taps), shared)
+    return CompileUnit(_TRELLIS, "trellisColumns", (bits, taps, trellis_threads(states)), shared)
 
 
 def solve_units(_row: Architecture) -> Iterator[CompileUnit]:

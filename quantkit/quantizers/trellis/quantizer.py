@@ -158,21 +158,17 @@ def _compensated(layer: LayerInput, filter: Tensor, settings: TrellisSettings) -
     found = ordered_hessian(layer, layer.weight.shape[1], settings.damping)
     columns = found.order.columns
     weight, hessian = layer.weight[:, columns], found.damped[columns][:, columns]
-    start = Path(weight.t().to(torch.uint8).contiguous(), _fitting_scales(weight), filter)  # codes to be written
+    codes = torch.empty(weight.t().shape, dtype=torch.uint8, device=weight.device)
+    start = Path(codes, _fitting_scales(weight), filter)
 
     def round_block(first: int, values: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-        codes, stored, errors = _solver(weight).round_columns(values, factor, start.rows)
-        start.codes[first : first + len(codes)] = codes
+        codes[first : first + len(values)], stored, errors = _solver(weight).round_columns(values, factor, start.rows)
         return stored, errors
 
     options = GptqOptions(block_columns=MOST_COLUMNS)
-    gptq(weight, found.factor, _by_blocks, options=options, round_block=round_block)
+    gptq(weight, found.factor, None, options=options, round_block=round_block)
     best = _refined(weight.t().contiguous(), hessian, start, settings.sweeps)
     return replace(best, codes=best.codes[columns.argsort()])
-
-
-def _by_blocks(column: int, values: Tensor) -> Tensor:
-    raise AssertionError("columns are rounded by blocks")
 
 
 def _refined(weight: Tensor, hessian: Tensor, start: Path, sweeps: int) -> Path:
