@@ -17,6 +17,8 @@ from quantkit.ops.solve.instances import (
     trellis_unit,
 )
 
+_MOST_BLOCKS = 2048  # of a launch: each notes down up to 128 KB
+
 
 @dataclass(frozen=True, eq=False)
 class RowCode:
@@ -43,7 +45,8 @@ class RowCode:
 
 def code_columns(values: Tensor, rows: RowCode) -> Tensor:
     """Codes [C, N] uint8 nearest to values [C, N]."""
-    return _columns(values, rows, None, None)[0]
+    at_once = MOST_COLUMNS * max(1, _MOST_BLOCKS // -(-values.shape[1] // BLOCK_ROWS))
+    return torch.cat([_columns(part, rows, None, None)[0] for part in values.split(at_once)])
 
 
 def round_columns(values: Tensor, factor: Tensor, rows: RowCode) -> tuple[Tensor, Tensor, Tensor]:
