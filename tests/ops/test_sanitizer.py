@@ -43,7 +43,12 @@ WATCHED = (
 )
 # racecheck does not see that a lane arrives at a barrier for its warp, behind __syncwarp, and takes what is written
 # there next for a race (kernels/log.md): loads of planes and the next bulk copy; sums of x and the next ones.
-NOT_RACECHECKED = ("tests/ops/bipolar/test_fused.py", "tests/ops/bcq/test_gemm_numbers.py")
+# It ends with an error of its own on the product of planes that one in the trellis format begins with.
+NOT_RACECHECKED = (
+    "tests/ops/bipolar/test_fused.py",
+    "tests/ops/bcq/test_gemm_numbers.py",
+    "tests/ops/trellis/test_products.py",
+)
 
 
 def _tests(family: str, tool: str) -> list[str]:

@@ -27,16 +27,18 @@ from quantkit.ops.bcq.op import bcq_linear_prepared
 from quantkit.ops.registry import define_op
 from quantkit.ops.trellis.instances import (
     DEQUANTIZE_THREADS,
+    DEQUANTIZE_TILES,
     FILTER_ROWS,
     FILTER_THREADS,
+    dequantize_bytes,
     dequantize_unit,
     filter_unit,
 )
 from quantkit.ops.trellis.layout import TrellisTiles, prepare_planes, restore_planes
 
-MOST_PLANES = 512
-"""Tokens times planes up to which the planes are multiplied: their product takes q times the operations of an expanded
-weight's, but no time to expand it."""
+MOST_TOKENS = {1: 512, 2: 256, 3: 128, 4: 128, 5: 96, 6: 80}
+"""By the number of planes, the tokens up to which they are multiplied: their product takes q times the operations of an
+expanded weight's, but no time to expand it. Tiles have 128 tokens, so another tile costs as much as the first."""
 
 
 class TrellisLinear(NamedTuple):
@@ -87,10 +89,11 @@ def dequantize_planes(weight: TrellisTiles, dtype: torch.dtype) -> Tensor:
     (bits, taps), rows, columns = weight.filter.shape, len(weight.scales), weight.planes.in_features
     dequantized = torch.empty(rows, columns, dtype=dtype, device=weight.scales.device)
     Launch(
-        dequantize_unit(bits),
+        dequantize_unit(dtype, bits),
         weight.scales.device,
-        grid=(-(-columns // TILE_K), -(-rows // BLOCK_ROWS)),
+        grid=(-(-columns // (DEQUANTIZE_TILES * TILE_K)), -(-rows // BLOCK_ROWS)),
         block=DEQUANTIZE_THREADS,
+        shared_mem=dequantize_bytes(bits, taps),
         args={
             "tiles": weight.planes.tiles,
             "filter": weight.filter,
@@ -99,7 +102,6 @@ def dequantize_planes(weight: TrellisTiles, dtype: torch.dtype) -> Tensor:
             "N": rows,
             "K": columns,
             "taps": taps,
-            "dtype": DTYPE_CODES[dtype],
         },
     ).run()
     return dequantized
@@ -132,7 +134,7 @@ def filter_sums(sums: Tensor, weight: TrellisTiles, bias: Tensor | None, *, weig
 
 def multiplies_planes(tokens: int, dtype: torch.dtype, weight: TrellisTiles) -> bool:
     """Whether so many tokens take the product with the planes, or the expanded weight."""
-    return tokens * len(weight.filter) <= MOST_PLANES and dtype != torch.float32
+    return tokens <= MOST_TOKENS[len(weight.filter)] and dtype != torch.float32
 
 
 def implementation(x: Tensor, weight: TrellisTiles) -> str:
@@ -168,7 +170,7 @@ _SAMPLE_FILTERS = ((2, 4), (3, 5), (4, 4), (1, 8), (5, 3), (6, 1))
 
 def _linear_samples() -> Iterator[TrellisLinear]:
     """Every number of planes, few tokens and many, in every type."""
-    for number, ((n, k), tokens) in enumerate(pairs(_SAMPLE_SHAPES, (1, 3, 20, MOST_PLANES + 1))):
+    for number, ((n, k), tokens) in enumerate(pairs(_SAMPLE_SHAPES, (1, 3, 20, MOST_TOKENS[1] + 1))):
         bits, taps = _SAMPLE_FILTERS[number % len(_SAMPLE_FILTERS)]
         signs, scales = pack_bits(torch.randint(0, 2, (bits, n, k))), (torch.rand(n, 1) * 0.02).half()
         dtype = tuple(DTYPE_CODES)[number % len(DTYPE_CODES)]
