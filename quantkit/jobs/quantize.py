@@ -34,6 +34,7 @@ from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import activations_dtype
 from quantkit.models.structure import output_head
 from quantkit.models.unquantized import Unquantized, check_unquantized_weights, unquantized
+from quantkit.progress import say
 from quantkit.quantizers.rotation import placed_rotations
 from quantkit.ranks import ALONE, Ranks
 from quantkit.recipe import Recipe
@@ -176,7 +177,17 @@ def open_job(model: str, recipe: Recipe, calibration: Path | None, options: Quan
     plans |= _head_plans(recipe, stream.model)
     left = unquantized(stream.model, plans, recipe.keeps)
     check_unquantized_weights(left, recipe.name)
+    _say_where_a_head_is_untied(stream.model, plans, stored_dtype(model))
     return Job(model, recipe, stream, tokenizer, plans, artifact, stored_dtype(model), tuple(left), tuning)
+
+
+def _say_where_a_head_is_untied(model: Any, plans: Mapping[str, LayerPlan], dtype: torch.dtype) -> None:
+    """One line: of a small model the files can become nearly as large as the original's."""
+    weight = model.get_input_embeddings().weight
+    rotated = any(getattr(plan.settings, "rotate", False) for plan in plans.values())
+    if rotated and model.get_output_embeddings().weight is weight:
+        more = f"{weight.numel() * dtype.itemsize / 1e6:.1f} MB more"
+        say(f"rotate: head and embedding become two weights, {more}; rotate_inputs in its place leaves them one")
 
 
 def expect(job: Job, options: QuantizeOptions) -> Estimate:
