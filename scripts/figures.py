@@ -42,7 +42,7 @@ SERVING_LINES = {  # a setting of scripts/serve_bench.py on one GPU: its name an
 }
 MODELS = {"wiki-opt-34m": (22.8, 60.0), "smollm2-135m": (17.8, 60.0)}  # range of the axis of perplexity
 GREY = "#555555"
-DPI = 105
+DPI = 96
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ SERIES = (
     Series("hqq", ("hqq-",), "#e6550d", "^"),
     Series("GPTQModel 7.7", ("gptq:",), "#41ab5d", "x"),
     Series("HQQ 0.2.8", ("hqq:",), "#e6550d", "+"),
+    Series("trellis", ("trellis-",), "#000000", "o"),
+    Series("trellis, tuned", ("tuned-trellis-",), "#000000", "*"),
     Series("searched plans", ("search:",), "#6a51a3", "P"),
     Series("searched plans, tuned", ("searched-",), "#dd1c77", "*"),
 )
@@ -88,6 +90,7 @@ def quality_points(model: str) -> dict[str, list[tuple[float, float]]]:
     own, peers = read(f"quality-{model}.json")["rows"], read("quality-peers.json")["rows"]
     named = [(row["recipe"].partition("+")[0], row) for row in own]
     named += [(row["peer"], row) for row in peers if row["model"] == model]
+    named += [(_trellis_name(row["recipe"]), row) for row in read(f"trellis-{model}.json")["rows"]]
     if (RESULTS / f"searched-{model}.json").exists():
         named += [(row["recipe"], row) for row in _plans(model)]
     points: dict[str, list[tuple[float, float]]] = {"original": [(16.0, named[0][1]["evaluation"]["perplexity"])]}
@@ -99,6 +102,11 @@ def quality_points(model: str) -> dict[str, list[tuple[float, float]]]:
         ]
         points[series.label] = sorted(found)
     return points
+
+
+def _trellis_name(recipe: str) -> str:
+    """Of a recipe with settings; tuned or not."""
+    return ("tuned-" if "+tune." in recipe else "") + recipe.partition("+")[0]
 
 
 def _plans(model: str) -> list[dict[str, Any]]:

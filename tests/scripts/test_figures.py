@@ -47,6 +47,12 @@ def test_quality_has_searched_plans_where_they_were_measured() -> None:
     assert figures.quality_points("smollm2-135m")["searched plans"] == []
 
 
+def test_quality_tells_tuned_trellis_codes_apart() -> None:
+    points = figures.quality_points("wiki-opt-34m")
+    assert [perplexity for _, perplexity in points["trellis"]] == pytest.approx([31.14, 25.02, 24.39], abs=1e-2)
+    assert [perplexity for _, perplexity in points["trellis, tuned"]] == pytest.approx([29.04, 25.10, 24.39], abs=1e-2)
+
+
 def test_pictures_are_drawn_and_stay_light(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "OUT", tmp_path / "img")
     figures.main()
