@@ -16,7 +16,7 @@ from quantkit.quantizers import bipolar, hqq, rotation, rounding
 from quantkit.quantizers.base import END_LOSS, LayerInput, Transformed
 from quantkit.quantizers.bcq import quantizer as bcq
 from quantkit.quantizers.flatten import quantizer as flatten
-from quantkit.quantizers.flatten import smoothing
+from quantkit.quantizers.flatten.transform import rotate_and_smooth
 from quantkit.quantizers.trellis import quantizer as trellis
 from quantkit.recipe import Recipe, nearest
 
@@ -90,7 +90,7 @@ METHODS: dict[str, Method] = {
         flatten.stored_specs,
         needs_stats=_always,
         needs_hessian=flatten.needs_hessian,
-        transform=smoothing.fold_smoothing,
+        transform=rotate_and_smooth,
         hessian_features=flatten.flattened_activations,
     ),
     "hqq": Method(hqq.HqqSettings, hqq.quantize, hqq.stored_specs),

@@ -48,6 +48,8 @@ from quantkit.stats import LayerStats
 class FlattenSettings:
     """bits: 4, 8, or "mixed" (chosen per layer by Eq 8).
     flatten: cut outlier channels over extra columns; false: plain per-tensor absmax quantization.
+    rotate: true: rotate the residual stream first, folded into the weights (Llama family), so that what q, k, v, gate
+        and up read has no large channels.
     smoothing: sigmoid (Eq 5), smoothquant (Xiao et al. 2023) or none. smoothing_strength: alpha.
     smooth_unfed: also smooth, at run time, layers that no norm or linear feeds; false leaves them alone.
     smooth_linears: fold into feeding linears too, not only into norms. bound_linears: s never makes the largest weight
@@ -69,6 +71,7 @@ class FlattenSettings:
 
     bits: int | str = 8
     flatten: bool = True
+    rotate: bool = False
     smoothing: str = "sigmoid"
     smoothing_strength: float = 0.5
     smooth_unfed: bool = True
@@ -92,6 +95,7 @@ class FlattenSettings:
 
     def __post_init__(self) -> None:
         _among("bits", self.bits, (*FLATTEN_BITS, "mixed"))
+        _among("rotate", self.rotate, (False, True))
         _among("smoothing", self.smoothing, SMOOTHINGS)
         _among("kl_combine", self.kl_combine, KL_COMBINES)
         if not 0 <= self.smoothing_strength <= 1:
