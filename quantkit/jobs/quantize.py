@@ -184,10 +184,11 @@ def open_job(model: str, recipe: Recipe, calibration: Path | None, options: Quan
 def _say_where_a_head_is_untied(model: Any, plans: Mapping[str, LayerPlan], dtype: torch.dtype) -> None:
     """One line: of a small model the files can become nearly as large as the original's."""
     weight = model.get_input_embeddings().weight
-    rotated = any(getattr(plan.settings, "rotate", False) for plan in plans.values())
+    rotated = [plan.settings for plan in plans.values() if getattr(plan.settings, "rotate", False)]
     if rotated and model.get_output_embeddings().weight is weight:
         more = f"{weight.numel() * dtype.itemsize / 1e6:.1f} MB more"
-        say(f"rotate: head and embedding become two weights, {more}; rotate_inputs in its place leaves them one")
+        instead = "; rotate_inputs in its place leaves them one" if hasattr(rotated[0], "rotate_inputs") else ""
+        say(f"rotate: head and embedding become two weights, {more}{instead}")
 
 
 def expect(job: Job, options: QuantizeOptions) -> Estimate:

@@ -1,4 +1,4 @@
-"""What is done to the whole model before its Linears are flattened: rotated where a recipe asks for it, and smoothed."""
+"""What is done to the whole model before its Linears are flattened: rotated where a recipe asks for it, smoothed."""
 
 from __future__ import annotations
 
