@@ -70,6 +70,7 @@ BCQ = {"schema": 1, "method": "bcq", "settings": {"weight_bits": 4, "group_size"
 RTN = {"schema": 1, "method": "rtn", "settings": {"weight_bits": 4, "group_size": 64}}
 HEAD = {**RTN, "keep": [], "head_bits": 6}
 FLATTEN = {"schema": 1, "method": "flatten", "settings": {"bits": 8}}
+TRELLIS = {"schema": 1, "method": "trellis", "settings": {"weight_bits": 2, "taps": 4, "compensate": False}}
 EXPERTS = {**RTN, "layers": [{"match": "*.down_proj", "weight_bits": 3, "group_size": 32}]}
 MIXED = {
     **RTN,
@@ -87,6 +88,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # family, recipe, 
     "mixed": ("llama", MIXED, False),
     "flatten": ("llama", FLATTEN, True),
     "head": ("llama", HEAD, False),
+    "trellis": ("llama", TRELLIS, False),
     "mixtral": ("mixtral", BCQ, False),
     "qwen-moe": ("qwen-moe", EXPERTS, False),
 }
