@@ -6,8 +6,8 @@
 //   a block     a ring of 64 rows by two k tiles of 256 columns
 //   a warp      64 of these columns, two a lane; it turns words of columns into words of rows, so that a lane has its
 //               columns' signs in registers, and windows of them are shifts
-//   shared      the words of the ring, row by row, and for every plane a table of what a window of its signs stands for,
-//               a copy for each lane: lanes look up different windows, and 32 copies lie in 32 banks
+//   shared      the words of the ring, row by row, and for every plane a table of what a window of its signs stands
+//               for, a copy for each lane: lanes look up different windows, and 32 copies lie in 32 banks
 //
 // Grid: (pairs of k tiles, rings). Dynamic shared memory: kBits << taps entries of 32 floats.
 #include "../bcq/tiles.cuh"
@@ -87,7 +87,8 @@ trellisDequantize(const uint4* __restrict__ tiles,    // sign tiles
     }
     for (int row = threadIdx.x; row < ring; row += kThreads) scale[row] = halfToFloat(scales[firstRow + row]);
     for (int part = warp; part < kBits * kRingTiles * kBlockTiles; part += kWarps) {  // whole warps
-        const int tile = part % kBlockTiles, tileOfRing = part / kBlockTiles % kRingTiles, plane = part / (kBlockTiles * kRingTiles);
+        const int tile = part % kBlockTiles, tileOfRing = part / kBlockTiles % kRingTiles;
+        const int plane = part / (kBlockTiles * kRingTiles);
         if (tileOfRing * kTileN >= ring || firstTile + tile >= kTiles) continue;
         const size_t nTile = (size_t(plane) * N + firstRow) / kTileN + tileOfRing;
         const uint4 own = __ldcs(tiles + (nTile * kTiles + firstTile + tile) * kWarpSize + lane);
@@ -150,7 +151,8 @@ trellisDequantize(const uint4* __restrict__ tiles,    // sign tiles
                     float sum;
 #pragma unroll
                     for (int i = 0; i < kBits; ++i) {
-                        const uint32 window = r < kEntryBits ? now[i][j] << (kEntryBits - r) : now[i][j] >> (r - kEntryBits);
+                        const uint32 bits = now[i][j];
+                        const uint32 window = r < kEntryBits ? bits << (kEntryBits - r) : bits >> (r - kEntryBits);
                         const float part = *reinterpret_cast<const float*>(table + ((window & mask) | own[i]));
                         sum = i == 0 ? part : sum + part;
                     }
