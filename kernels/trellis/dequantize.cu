@@ -64,7 +64,7 @@ __device__ __forceinline__ void storeIf(bool inside, char* to, float value) {
 }  // namespace
 
 template <int kDtype, int kBits>  // of the weight; planes
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kBits <= 4 ? 3 : 2)
 trellisDequantize(const uint4* __restrict__ tiles,    // sign tiles
                   const float* __restrict__ filter,   // [kBits, taps]
                   const uint16* __restrict__ scales,  // [N] fp16
