@@ -95,7 +95,6 @@ class FlattenSettings:
 
     def __post_init__(self) -> None:
         _among("bits", self.bits, (*FLATTEN_BITS, "mixed"))
-        _among("rotate", self.rotate, (False, True))
         _among("smoothing", self.smoothing, SMOOTHINGS)
         _among("kl_combine", self.kl_combine, KL_COMBINES)
         if not 0 <= self.smoothing_strength <= 1:

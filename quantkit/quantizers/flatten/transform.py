@@ -21,8 +21,6 @@ def rotate_and_smooth(model: nn.Module, plans: Mapping[str, Any], calibration: A
     which reaches less far than all of the text does: ``headroom`` is for that.
     """
     rotated = fold_rotation(model, plans, calibration)
-    if not rotated.stats:
-        return fold_smoothing(model, plans, calibration)
     stats = {name: _with_reach(own, calibration.layers[name]) for name, own in rotated.stats.items()}
     known = replace(calibration, layers={**calibration.layers, **stats})
     smoothed = fold_smoothing(model, plans, known)

@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.calibration.artifact import Calibration
 from quantkit.errors import RecipeError
-from quantkit.methods import LayerPlan
+from quantkit.methods import LayerPlan, plan_layers
 from quantkit.models.families import block_linears
 from quantkit.quantizers.flatten.quantizer import FlattenSettings
 from quantkit.quantizers.flatten.transform import rotate_and_smooth
+from quantkit.recipe import Recipe
 from quantkit.stats import LayerStats, magnitude_histogram
 
 LOGIT_ATOL = 2e-4  # two blocks in fp32, rotated and smoothed
@@ -74,5 +75,5 @@ def test_rotation_and_smoothing_leave_the_function(
 
 
 def test_inputs_are_not_rotated_as_the_model_runs() -> None:
-    with pytest.raises(RecipeError, match="rotate is 'online'; choose False, True"):
-        FlattenSettings(rotate="online")  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match="rotate is 'online'; method flatten expects bool"):
+        plan_layers(Recipe("own", "flatten", {"rotate": "online"}), ["layer"])
