@@ -23,11 +23,13 @@ from quantkit.models.families import block_linears, linear_shape, merged_linears
 from quantkit.models.loading import first_device, is_quantized, open_stream, stored_dtype, stream_fingerprint
 from quantkit.models.logits import window_logits
 from quantkit.models.stream import ModelStream
-from quantkit.quantizers.base import ACTIVATIONS
+from quantkit.quantizers.base import ACTIVATIONS, ONLINE
+from quantkit.quantizers.rotation import placed_rotations
 from quantkit.recipe import SCHEMA, Recipe, parse_recipe, with_settings
 from quantkit.search.document import plan_document, plan_recipe, plan_text
 from quantkit.search.measure import corrected_losses, measure_layers
 from quantkit.search.plan import Mode, Plan, Point, Problem, best_uniform, choose
+from quantkit.search.rotated import rotate_parts
 from quantkit.search.sizes import fixed_bytes, offset_digits, quantized_bytes, shard_overhead
 from quantkit.search.table import (
     CHOSEN,
@@ -114,8 +116,6 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
         raise RecipeError("`settings` tune: no matter of the search; set it when the plan is applied")
     if recipe.settings.get("hessian", ACTIVATIONS) != ACTIVATIONS:
         raise RecipeError("`settings` hessian: the search weighs all tokens alike; set it when the plan is applied")
-    if recipe.settings.get("rotate"):
-        raise RecipeError("`settings` rotate: the search quantizes layers as they are; set it when the plan is applied")
     if recipe.head_bits is not None:
         raise RecipeError("`settings` head_bits: no matter of the search; set it when the plan is applied")
     fields = () if method is None else method.settings.__dataclass_fields__
@@ -169,10 +169,12 @@ def _open_source(model: str, calibration: Path, options: Sequence[Option], setti
     artifact = load_calibration(calibration)
     stream, _ = open_stream(model, dtype=torch.float32, device=settings.device)
     check_model(artifact, stream.model, stream_fingerprint(stream))
-    layers = _planned_layers(stream.model, artifact, options, settings.base)
-    method = LayerMethod(settings.base.method, settings.base.settings)
+    layers, online = _planned_layers(stream.model, artifact, options, settings.base)
+    method = LayerMethod(settings.base.method, settings.base.settings, online)
     cache = TableFile(table_path(artifact, method))
-    return _Source(model, calibration, artifact, stream, settings, tuple(layers), method, cache)
+    if rotate := settings.base.settings.get("rotate"):
+        artifact = rotate_parts(stream, artifact, values=rotate == ONLINE)
+    return _Source(model, calibration, artifact, stream, settings, layers, method, cache)
 
 
 def _find(source: _Source, options: Sequence[Option], budget: Budget) -> tuple[SearchResult, dict[str, Any]]:
@@ -250,17 +252,21 @@ def _solve(problem: Problem, budget: Budget, files: _Files, source: _Source) -> 
 
 def _planned_layers(
     model: torch.nn.Module, artifact: Calibration, options: Sequence[Option], base: Recipe
-) -> list[str]:
-    """The layers to plan; every option is checked against the method's settings and each layer on the way."""
+) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The layers to plan, and those of them whose inputs are rotated as the model runs.
+
+    Every option is checked against the method's settings and each layer on the way.
+    """
     linears, stored_specs = block_linears(model), METHODS[base.method].stored_specs
     for option in options:
-        plans = plan_layers(_under(base, option), list(linears))
+        plans = placed_rotations(model, plan_layers(_under(base, option), list(linears)))
         for name, plan in plans.items():
             stored_specs(plan.settings, linear_shape(linears[name]))  # raises for a shape that the method cannot take
     absent = [name for name in plans if name not in artifact.layers]
     if absent:
         raise CalibrationError(f"the calibration artifact has no statistics for {absent[0]}; calibrate again")
-    return list(plans)
+    online = (name for name, plan in plans.items() if getattr(plan.settings, "rotate_inputs", False))
+    return tuple(plans), frozenset(online)
 
 
 def _under(base: Recipe, option: Option) -> Recipe:

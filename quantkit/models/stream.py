@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -59,6 +59,8 @@ class ModelStream:
         self._fused = separate_experts(model)
         self.blocks = decoder_blocks(model)
         self._held: set[str | None] = set()
+        self.edit: Callable[[str | None], None] | None = None
+        """What is done to every part whenever it has been read: (block's name, or None). Not of a model in memory."""
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -116,6 +118,8 @@ class ModelStream:
             with fused_again(self.model, fused):
                 self._reader.load(self.model, self._part_keys(prefix), self.device)
             self._check_loaded(prefix)
+            if self.edit is not None:
+                self.edit(prefix)
             for module in self._packed(prefix):
                 module.prepare_for_device()
             yield

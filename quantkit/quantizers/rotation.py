@@ -61,33 +61,47 @@ def fold_rotation(model: nn.Module, plans: Mapping[str, Any], calibration: Any) 
     asked = {plan.settings.rotate for plan in plans.values()}
     if not any(asked):
         return Transformed({})
-    row, last_norm = _residual_stream(model)
-    rotation = rotation_matrix(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
-    rotation = rotation.to(next(tensor for tensor in model.parameters() if not tensor.is_meta).device)
-    if not last_norm.is_meta:
-        _rotate_outside(model, last_norm, rotation)
+    _, last_norm = _residual_stream(model)
+    parts: list[str | None] = [] if last_norm.is_meta else [None]
+    parts += [prefix for prefix, block in decoder_blocks(model) if not next(block.parameters()).is_meta]
     stats: dict[str, LayerStats] = {}
-    for prefix, block in decoder_blocks(model):
-        if next(block.parameters()).is_meta:
-            continue
-        for norm_name, readers in _readers(row).items():
-            gain = block.get_submodule(norm_name).weight
-            assert isinstance(gain, Tensor)
-            for name in readers:
-                _unrotate_input(block.get_submodule(name), gain, rotation)
-            if calibration is not None:
-                rotated = _rotated_stats(calibration.layers[f"{prefix}.{readers[0]}"], gain, rotation)
-                stats |= {f"{prefix}.{name}": rotated for name in readers}
-            gain.fill_(1.0)
-        if ONLINE in asked:
-            values = _rotate_values(block, row.attention)
-            if calibration is not None:
-                reader = f"{prefix}.{row.attention.output}"
-                stats[reader] = _behind(values, calibration.layers[reader], 1.0)
-        for name in (row.attention.output, row.target):
-            _rotate_output(block.get_submodule(name), rotation)
+    for part in parts:
+        stats |= rotate_part(model, part, values=ONLINE in asked, calibration=calibration)
     report: dict[str, Any] = {"rotated": model.config.hidden_size, "seed": ROTATION_SEED}  # type: ignore[union-attr]
     return Transformed(report | ({"values": True} if ONLINE in asked else {}), stats=stats)
+
+
+@torch.no_grad()
+def rotate_part(model: nn.Module, part: str | None, *, values: bool, calibration: Any) -> dict[str, LayerStats]:
+    """Rotate a decoder block, by name, or what is outside the blocks (None), which is in memory and not yet rotated.
+
+    values: those of every head too. Returns and raises as fold_rotation does.
+    """
+    row, last_norm = _residual_stream(model)
+    rotation = rotation_matrix(model.config.hidden_size)  # type: ignore[union-attr, arg-type]
+    if part is None:
+        _rotate_outside(model, last_norm, rotation.to(last_norm.device))
+        return {}
+    block = model.get_submodule(part)
+    rotation = rotation.to(next(block.parameters()).device)
+    stats: dict[str, LayerStats] = {}
+    for norm_name, readers in _readers(row).items():
+        gain = block.get_submodule(norm_name).weight
+        assert isinstance(gain, Tensor)
+        for name in readers:
+            _unrotate_input(block.get_submodule(name), gain, rotation)
+        if calibration is not None:
+            rotated = _rotated_stats(calibration.layers[f"{part}.{readers[0]}"], gain, rotation)
+            stats |= {f"{part}.{name}": rotated for name in readers}
+        gain.fill_(1.0)
+    if values:
+        matrix = _rotate_values(block, row.attention)
+        if calibration is not None:
+            reader = f"{part}.{row.attention.output}"
+            stats[reader] = _behind(matrix, calibration.layers[reader], 1.0)
+    for name in (row.attention.output, row.target):
+        _rotate_output(block.get_submodule(name), rotation)
+    return stats
 
 
 def placed_rotations(model: nn.Module, plans: Mapping[str, Any]) -> dict[str, Any]:

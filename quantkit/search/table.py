@@ -65,15 +65,19 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerMethod:
-    """A row of METHODS and its settings, weight_bits and group_size left open."""
+    """A row of METHODS and its settings, weight_bits and group_size left open.
+
+    online: the layers whose inputs ``rotate: online`` rotates as the model runs.
+    """
 
     name: str
     settings: Mapping[str, Any]
+    online: frozenset[str] = frozenset()
 
     def quantize(self, layer: LayerInput, option: Option) -> PackedWeight:
         """The layer under an option, by the method's own quantizer."""
-        row = METHODS[self.name]
-        return row.quantize(layer, row.settings(**{**self.settings, **option_settings(self.name, option)}))
+        row, own = METHODS[self.name], {**self.settings, **option_settings(self.name, option)}
+        return row.quantize(layer, row.settings(**own | ({"rotate_inputs": True} if layer.name in self.online else {})))
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,8 @@ def _apply(plan: Path, model: Path, artifact: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("llama", ()), ("opt", ()), ("gpt2", ()), ("opt", ("scale_bits=8",))],
-    ids=["llama", "opt", "gpt2", "opt-coded-scales"],
+    [("llama", ()), ("llama", ("rotate=online",)), ("opt", ()), ("gpt2", ()), ("opt", ("scale_bits=8",))],
+    ids=["llama", "llama-rotated", "opt", "gpt2", "opt-coded-scales"],
 )
 def test_bytes_of_the_written_files_keep_the_budget(
     family: str,
@@ -103,7 +103,8 @@ def test_bytes_of_the_written_files_keep_the_budget(
         name: (layer.spec.weight_bits, layer.spec.group_size) for name, layer in read_checkpoint(out).layers.items()
     }
     assert chosen == {name: (o.weight_bits, o.group_size) for name, o in result.plan.options.items()}
-    assert {layer.spec.scale_bits for layer in read_checkpoint(out).layers.values()} == {8 if settings else 16}
+    scale_bits = 8 if "scale_bits=8" in settings else 16
+    assert {layer.spec.scale_bits for layer in read_checkpoint(out).layers.values()} == {scale_bits}
 
 
 def test_bits_per_weight_keep_the_budget_and_use_it(
