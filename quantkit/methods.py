@@ -16,6 +16,7 @@ from quantkit.quantizers import bipolar, hqq, rotation, rounding
 from quantkit.quantizers.base import END_LOSS, LayerInput, Transformed
 from quantkit.quantizers.bcq import quantizer as bcq
 from quantkit.quantizers.flatten import quantizer as flatten
+from quantkit.quantizers.flatten.settings import FlattenSettings
 from quantkit.quantizers.flatten.transform import rotate_and_smooth
 from quantkit.quantizers.trellis import quantizer as trellis
 from quantkit.recipe import Recipe, nearest
@@ -85,7 +86,7 @@ METHODS: dict[str, Method] = {
         transform=rotation.fold_rotation,
     ),
     "flatten": Method(
-        flatten.FlattenSettings,
+        FlattenSettings,
         flatten.quantize,
         flatten.stored_specs,
         needs_stats=_always,

@@ -130,8 +130,7 @@ def _layer(name: str, layer: StoredLayer, get: Get) -> ExportLayer:
         return ExportLayer(name, layer.shape, None)
     if not isinstance(spec, BcqSpec):
         raise CheckpointError(f"{name}: is stored as {format_name(spec)}, which no other format holds; {_PLUGIN}")
-    if spec.rotate_inputs:
-        raise CheckpointError(f"{name}: its inputs are rotated, which no other format says; {_PLUGIN}")
+    _check_unrotated(name, spec)
     fields = {field: get(f"{name}.{field}") for field in _fields(layer) if field != "signs"}
     grid = uniform_grid(BcqTensors(signs=fields["scales"], **fields), spec)
     if grid is None:
@@ -139,10 +138,16 @@ def _layer(name: str, layer: StoredLayer, get: Get) -> ExportLayer:
     return ExportLayer(name, layer.shape, grid)
 
 
+def _check_unrotated(name: str, spec: BcqSpec | FlattenSpec) -> None:
+    if spec.rotate_inputs:
+        raise CheckpointError(f"{name}: its inputs are rotated, which no other format says; {_PLUGIN}")
+
+
 def _check_plain(name: str, spec: FlattenSpec, get: Get, columns: int) -> None:
     """Raise CheckpointError unless a ``flatten`` layer is INT8 without smoothing at run time or extra columns."""
     if (spec.weight_bits, spec.act_bits) != (8, 8):
         raise CheckpointError(f"{name}: is W{spec.weight_bits}A{spec.act_bits} in whole tensors; {_PLUGIN}")
+    _check_unrotated(name, spec)
     if spec.smooth:
         raise CheckpointError(f"{name}: is smoothed at run time; quantize with smooth_unfed: false to export it")
     if bool(get(f"{name}.source_segment").any()) or bool(get(f"{name}.codes")[:, columns:].any()):

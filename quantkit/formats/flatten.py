@@ -16,6 +16,8 @@ a channel with n_x activation slices and n_w weight slices takes n_x * n_w colum
 Column order: c < K is channel c, first slice of both; then the extended columns, by channel; then padding, which is
 channel 0 against zero codes, up to a multiple of the recipe's pad_channels_to.
 
+The input may be rotated (formats/hadamard.py): x and W above are then x Q and W Q.
+
 Deviation: Eq 3 is written for x >= 0 (X mod T, floor(X / T)); the sign is carried by every slice here, so that
 -x gives the negated codes of x. Splitting the rounded integer q instead of x is the same thing, as T is a whole
 number (Q) of steps.
@@ -23,13 +25,14 @@ number (Q) of steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import RecipeError
-from quantkit.formats.base import Format, Shape, Tensors, TensorSpec
+from quantkit.formats.base import ADDED_LATER, Format, Shape, Tensors, TensorSpec
+from quantkit.formats.hadamard import unrotate
 
 FLATTEN_BITS = (4, 8)
 COLUMN_STEP = 32  # K_ext is a multiple of this: whole words of nibbles and whole tiles of every integer matmul
@@ -40,12 +43,14 @@ MAX_COLUMNS = (2**31 - 1) // _MAX_PRODUCT // COLUMN_STEP * COLUMN_STEP  # any su
 @dataclass(frozen=True)
 class FlattenSpec:
     """weight_bits, act_bits: 4 or 8. extended_channels: K_ext, all columns of the flattened operands with padding.
-    smooth: whether a smooth_scale per input channel is applied at run time (it was not folded into the model)."""
+    smooth: whether a smooth_scale per input channel is applied at run time (it was not folded into the model).
+    rotate_inputs: whether x is rotated before all of this."""
 
     weight_bits: int
     act_bits: int
     extended_channels: int
     smooth: bool = False
+    rotate_inputs: bool = field(default=False, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         for bits in (self.weight_bits, self.act_bits):
@@ -136,7 +141,7 @@ def segment_capacity(source_channel: Tensor, source_segment: Tensor, channels: i
 
 
 def _dequantize(spec: FlattenSpec, tensors: Tensors, shape: Shape) -> Tensor:
-    """The weight that inputs below the threshold meet: the sum of each channel's first-slice columns.
+    """The weight that inputs below the threshold meet: the sum of each channel's first-slice columns, rotated back.
 
     Columns of later slices repeat it, except under GPTQ, which rounds every column for itself.
     """
@@ -146,7 +151,9 @@ def _dequantize(spec: FlattenSpec, tensors: Tensors, shape: Shape) -> Tensor:
     weight = torch.zeros(rows, columns, dtype=torch.float32, device=codes.device)
     weight.index_add_(1, tensors["source_channel"][first], codes)
     weight *= tensors["weight_scale"]
-    return weight / tensors["smooth_scale"] if spec.smooth else weight
+    if spec.smooth:
+        weight = weight / tensors["smooth_scale"]
+    return unrotate(weight) if spec.rotate_inputs else weight
 
 
 FORMAT = Format(

@@ -53,6 +53,7 @@ def shard(
     if in_span == (0, shape[-1]):
         return spec, kept
     if isinstance(spec, FlattenSpec):
+        _check_rotated(spec, shape[-1], in_span)
         return _take_channels(spec, kept, in_span)
     return _take_columns(spec, kept, shape[-1], in_span)
 
@@ -65,6 +66,7 @@ def shard_spec(spec: Any, in_features: int, in_span: Span) -> Any:
     if in_span == (0, in_features):
         return spec
     if isinstance(spec, FlattenSpec):
+        _check_rotated(spec, in_features, in_span)
         share = -(-spec.extended_channels * (in_span[1] - in_span[0]) // in_features)
         return replace(spec, extended_channels=padded_columns(share))
     _check_columns(spec, in_features, in_span)
@@ -132,14 +134,19 @@ def _cut_groups(spec: BcqSpec | BipolarSpec, in_features: int, in_span: Span) ->
 
 
 def _check_columns(spec: BcqSpec | BipolarSpec | TrellisSpec, in_features: int, in_span: Span) -> None:
-    """Raise CheckpointError where a shard of the planes starts or ends within a byte, or, of rotated columns, starts
-    within a block, or has blocks of another width."""
+    """Raise CheckpointError where a shard of the planes starts or ends within a byte, or cuts a rotated block."""
     start, end = in_span
     if start % BITS_PER_BYTE or (end % BITS_PER_BYTE and end != in_features):
         raise CheckpointError(
             f"a shard of the columns {start} to {end} of {in_features} starts or ends within a byte of the bit planes; "
             "serve it on a number of GPUs that divides K into multiples of 8"
         )
+    _check_rotated(spec, in_features, in_span)
+
+
+def _check_rotated(spec: BcqSpec | BipolarSpec | TrellisSpec | FlattenSpec, in_features: int, in_span: Span) -> None:
+    """Raise CheckpointError where a shard of rotated columns starts within a block, or has blocks of another width."""
+    start, end = in_span
     if spec.rotate_inputs and (start % WIDEST_BLOCK or block_width(end - start) != block_width(in_features)):
         raise CheckpointError(
             f"a shard of the columns {start} to {end} of {in_features} cuts a block of {WIDEST_BLOCK} columns, over "

@@ -21,6 +21,7 @@ from quantkit.ops.flatten.op import (
     multiplier,
 )
 from quantkit.ops.flatten.plan import multiplies_int4
+from quantkit.ops.rotation.op import rotate_inputs
 
 _INT4 = 4
 _MADE_FOR_KERNELS = ("tiles", "multiplier", "slots", "slot_starts")
@@ -38,7 +39,7 @@ class ActCodes:
 def forward(spec: FlattenSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] -> [..., N] in x's dtype."""
     act_codes = flatten_quantize(
-        x,
+        _inputs(spec, x),
         tensors["source_channel"],
         tensors["source_segment"],
         tensors["act_scale"],
@@ -77,9 +78,10 @@ def prepared_forward(
 def takes_codes(spec: FlattenSpec, tensors: Tensors) -> bool:
     """Whether another product can write this layer's activation codes.
 
-    Not where it is not prepared, nor nibbles: two columns of one byte may come from different blocks of threads.
+    Not where it is not prepared, nor rotated inputs, which mix a product's tiles, nor nibbles: two columns of one byte
+    may come from different blocks of threads.
     """
-    return "tiles" in tensors and not _packs_activations(spec, tensors["tiles"].device)
+    return "tiles" in tensors and not (spec.rotate_inputs or _packs_activations(spec, tensors["tiles"].device))
 
 
 def requantized_forward(
@@ -116,8 +118,14 @@ def requantized_forward(
 def quantized(spec: FlattenSpec, tensors: Tensors, shape: Shape, x: Tensor) -> ActCodes:
     """x [..., K] as codes of a layer, from its prepared tensors."""
     source, packed = (tensors["source_channel"], tensors["source_segment"]), _packs_activations(spec, x.device)
-    tiles = flatten_quantize_tiles(x.reshape(-1, shape[1]), *source, tensors["multiplier"], spec.act_bits, packed)
+    flat = _inputs(spec, x).reshape(-1, shape[1])
+    tiles = flatten_quantize_tiles(flat, *source, tensors["multiplier"], spec.act_bits, packed)
     return ActCodes(tiles, tuple(x.shape[:-1]), x.dtype)
+
+
+def _inputs(spec: FlattenSpec, x: Tensor) -> Tensor:
+    """What is quantized of x [..., K]."""
+    return rotate_inputs(x) if spec.rotate_inputs else x
 
 
 def _packs_activations(spec: FlattenSpec, where: torch.device) -> bool:

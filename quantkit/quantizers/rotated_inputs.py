@@ -16,6 +16,7 @@ from quantkit.quantizers.base import LayerInput, error_report
 from quantkit.stats import LayerStats, stats_of_sample, trust
 
 _MEMO = "rotated"
+_SMALLEST = 1e-30
 
 
 def rotated_inputs(layer: LayerInput) -> LayerInput:
@@ -29,7 +30,7 @@ def rotated_inputs(layer: LayerInput) -> LayerInput:
             layer,
             weight=rotate(layer.weight),
             hessian=None if hessian is None else _on_both_sides(hessian),
-            stats=None if stats is None else _rotated_stats(stats),
+            stats=None if stats is None else rotated_stats(stats),
         )
     found: LayerInput = layer.memo[_MEMO]
     return found
@@ -52,12 +53,26 @@ def _on_both_sides(hessian: Tensor) -> Tensor:
     return rotate(rotate(hessian).t()).t().contiguous()
 
 
-def _rotated_stats(stats: LayerStats) -> LayerStats:
-    """Those of the rotated sample, but E[x^2] nearer to that of independent channels the smaller the sample is."""
+def rotated_stats(stats: LayerStats) -> LayerStats:
+    """Those of the rotated sample, but E[x^2] nearer to that of independent channels the smaller the sample is.
+
+    How far x reached beyond the sample is known before the rotation alone. A block reaches beyond it as many times as
+    far as its largest channel did, which is exact where that channel is all there is.
+    """
     sample = rotate(stats.sample)
     width = block_width(sample.shape[1])
     independent = stats.mean_square.unflatten(0, (-1, width)).mean(dim=1).repeat_interleave(width)
     if not len(sample):
         return replace(stats, mean_square=independent, sample=sample, vocabulary_absmax=None)
     found = stats_of_sample(stats, sample)
-    return replace(found, mean_square=torch.lerp(independent, found.mean_square, trust(len(sample))))
+
+    def reached(absmax: Tensor) -> Tensor:
+        seen, all_text = (x.unflatten(0, (-1, width)).amax(dim=1) for x in (stats.sample.abs().amax(dim=0), absmax))
+        return found.absmax * (all_text / seen.clamp_min(_SMALLEST)).clamp_min(1).repeat_interleave(width)
+
+    return replace(
+        found,
+        absmax=reached(stats.absmax),
+        mean_square=torch.lerp(independent, found.mean_square, trust(len(sample))),
+        vocabulary_absmax=None if stats.vocabulary_absmax is None else reached(stats.vocabulary_absmax),
+    )

@@ -109,6 +109,15 @@ def test_smoothquant_becomes_int_quantized_and_back(
     assert "INT8 activations" in refusal("export", tmp_path / "smooth", "--to", "gptq", "-o", tmp_path / "no")
 
 
+def test_integers_behind_rotated_inputs_are_refused(
+    tiny_model: Model, calibrated: Callable[[str], Path], tmp_path: Path
+) -> None:
+    recipe, options = load_recipe("smoothquant", ["rotate_inputs=true"]), QuantizeOptions("cpu")
+    quantize_model(str(tiny_model("opt")), recipe, tmp_path / "in", calibration=calibrated("opt"), options=options)
+    said = refusal("export", tmp_path / "in", "--to", "compressed-tensors", "-o", tmp_path / "out")
+    assert "its inputs are rotated, which no other format says" in said
+
+
 def _bits_of(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Codes of dense streams, by Python's integers."""
     rows = []

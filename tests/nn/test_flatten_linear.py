@@ -5,7 +5,8 @@ import torch
 
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.flatten.quantizer import FlattenSettings, quantize
+from quantkit.quantizers.flatten.quantizer import quantize
+from quantkit.quantizers.flatten.settings import FlattenSettings
 from quantkit.stats import HISTOGRAM_BINS, LayerStats
 
 HALF_ATOL = {torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 2e-1}  # of outputs up to about 20

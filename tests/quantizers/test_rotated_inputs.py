@@ -12,14 +12,18 @@ from torch import Tensor
 
 from quantkit.errors import RecipeError
 from quantkit.formats.base import PackedWeight
-from quantkit.formats.hadamard import rotate
+from quantkit.formats.hadamard import rotate, unrotate
 from quantkit.formats.table import dequantize
 from quantkit.methods import check_recipe
+from quantkit.nn.flatten_linear import takes_codes
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers import rounding
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq import quantizer as bcq
-from quantkit.quantizers.rotated_inputs import rotated_inputs
+from quantkit.quantizers.flatten import quantizer as flatten
+from quantkit.quantizers.flatten.quantizer import flattened_activations
+from quantkit.quantizers.flatten.settings import FlattenSettings
+from quantkit.quantizers.rotated_inputs import rotated_inputs, rotated_stats
 from quantkit.recipe import load_recipe
 from quantkit.stats import LayerStats, magnitude_histogram
 
@@ -59,6 +63,46 @@ def test_the_codes_are_those_of_the_rotated_layer(case: str) -> None:
     assert all(torch.equal(linear.tensors[name], tensor) for name, tensor in found.tensors.items())
 
 
+@pytest.mark.parametrize("more", [{}, {"bits": 4}, {"gptq": True}], ids=["int8", "int4", "gptq"])
+def test_flattened_codes_are_those_of_the_rotated_layer(more: dict[str, Any]) -> None:
+    """Without smoothing, which rotated inputs have none of whatever is set."""
+    layer, x = _layer()
+    settings = FlattenSettings(rotate_inputs=True, **more)
+    plain, turned = FlattenSettings(smoothing="none", **more), replace(rotated_inputs(layer), hessian=None)
+    features = flattened_activations(replace(layer, hessian=None), settings)(x)
+    assert torch.equal(features, flattened_activations(turned, plain)(rotate(x)))
+    hessian = features.T @ features / len(x)
+    found, expected = (
+        flatten.quantize(replace(own, hessian=hessian), used) for own, used in ((layer, settings), (turned, plain))
+    )
+    assert found.spec == replace(expected.spec, rotate_inputs=True)
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in expected.tensors.items())
+    linear, behind = (QuantizedLinear.from_packed(each, torch.randn(ROWS), torch.float32) for each in (found, expected))
+    behind.bias = linear.bias
+    y = behind(rotate(x))
+    assert torch.equal(linear(x), y)
+    linear.prepare()
+    assert torch.equal(linear(x), y)
+    assert not takes_codes(linear.spec, linear.held)
+    torch.testing.assert_close(dequantize(found), unrotate(dequantize(expected)))
+
+
+def test_a_block_reaches_as_much_further_as_its_largest_channel_did() -> None:
+    layer, _ = _layer()
+    assert layer.stats is not None
+    stats = replace(layer.stats, absmax=layer.stats.sample.abs().amax(0))
+    stats.absmax[5] = 3 * stats.absmax[:32].max()  # of a block of 32
+    vocabulary = stats.absmax.clone()
+    vocabulary[70] = 10 * stats.absmax[64:].max()
+    found = rotated_stats(replace(stats, vocabulary_absmax=vocabulary))
+    seen = rotate(stats.sample).abs().amax(0)
+    assert found.vocabulary_absmax is not None
+    factors = found.absmax / seen, found.vocabulary_absmax / seen
+    for factor, (block, times) in zip(factors, ((0, 3), (2, 10)), strict=True):
+        torch.testing.assert_close(factor.view(3, 32)[block], torch.full((32,), float(times)))
+        torch.testing.assert_close(factor.view(3, 32)[1], torch.ones(32))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_with_outliers_loses_less(case: str) -> None:
     quantize, settings = CASES[case]
@@ -90,9 +134,16 @@ def test_an_input_without_a_sample_counts_as_independent_channels() -> None:
     torch.testing.assert_close(importance, expected)
 
 
-@pytest.mark.parametrize("settings", [bcq.BcqSettings(rotate_inputs=True), rounding.RtnSettings(rotate_inputs=True)])
-def test_inputs_without_a_block_are_refused_before_the_work(settings: Any) -> None:
-    stored_specs = bcq.stored_specs if isinstance(settings, bcq.BcqSettings) else rounding.stored_specs
+@pytest.mark.parametrize(
+    ("settings", "stored_specs"),
+    [
+        (bcq.BcqSettings(rotate_inputs=True), bcq.stored_specs),
+        (rounding.RtnSettings(rotate_inputs=True), rounding.stored_specs),
+        (FlattenSettings(rotate_inputs=True), flatten.stored_specs),
+    ],
+    ids=["bcq", "rtn", "flatten"],
+)
+def test_inputs_without_a_block_are_refused_before_the_work(settings: Any, stored_specs: Any) -> None:
     assert stored_specs(settings, (4, 16))[0].rotate_inputs
     with pytest.raises(RecipeError, match="multiple of 8, not 12"):
         stored_specs(settings, (4, 12))
@@ -102,12 +153,13 @@ def test_inputs_without_a_block_are_refused_before_the_work(settings: Any) -> No
     ("recipe", "settings", "message"),
     [
         ("bcq-w4-g128", ["rotate=sideways"], "rotate is 'sideways'; choose true, false or online"),
+        ("flatten-o1", ["rotate=sideways"], "rotate is 'sideways'; choose true, false or online"),
         ("bipolar-w4a4", ["rotate=online"], "rotate is 'online'; method bipolar expects bool"),
         ("rtn-w4-g128", ["rotate=online", "zero=integer"], "takes no rotated inputs; set zero=free"),
         ("rtn-w4-g128", ["rotate_inputs=true", "zero=integer"], "takes no rotated inputs; set zero=free"),
         ("hqq-w4-g128", ["rotate=online"], "method hqq has no setting 'rotate'"),
     ],
-    ids=["word", "bipolar", "zero-online", "zero-inputs", "hqq"],
+    ids=["word", "flatten", "bipolar", "zero-online", "zero-inputs", "hqq"],
 )
 def test_impossible_settings_are_refused(recipe: str, settings: list[str], message: str) -> None:
     with pytest.raises(RecipeError, match=message):

@@ -7,7 +7,7 @@ the same steps are the paper's baselines, W8A8 and SmoothQuant (Table 2).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 from quantkit.errors import RecipeError, StatsError
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.flatten import (
-    COLUMN_STEP,
     FLATTEN_BITS,
     MAX_COLUMNS,
     FlattenSpec,
@@ -24,9 +23,11 @@ from quantkit.formats.flatten import (
     padded_columns,
     take_slices,
 )
+from quantkit.formats.hadamard import block_width, rotate
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.flatten.allocation import clipped_splits, priced_splits
-from quantkit.quantizers.flatten.bit_selection import KL_BINS, KL_COMBINES, combined_ratio, kl_ratio
+from quantkit.quantizers.flatten.bit_selection import combined_ratio, kl_ratio
+from quantkit.quantizers.flatten.settings import FlattenSettings
 from quantkit.quantizers.flatten.slicing import (
     Columns,
     Limited,
@@ -38,93 +39,27 @@ from quantkit.quantizers.flatten.slicing import (
     relative_error,
     split_channels,
 )
-from quantkit.quantizers.flatten.smoothing import SCALES, SMOOTHINGS
+from quantkit.quantizers.flatten.smoothing import SCALES
 from quantkit.quantizers.flatten.threshold import truncation_threshold
 from quantkit.quantizers.gptq import GptqOptions, gptq
+from quantkit.quantizers.rotated_inputs import rotated_stats
 from quantkit.stats import LayerStats
 
 
-@dataclass(frozen=True)
-class FlattenSettings:
-    """bits: 4, 8, or "mixed" (chosen per layer by Eq 8).
-    flatten: cut outlier channels over extra columns; false: plain per-tensor absmax quantization.
-    rotate: true: rotate the residual stream first, folded into the weights (Llama family), so that what q, k, v, gate
-        and up read has no large channels.
-    smoothing: sigmoid (Eq 5), smoothquant (Xiao et al. 2023) or none. smoothing_strength: alpha.
-    smooth_unfed: also smooth, at run time, layers that no norm or linear feeds; false leaves them alone.
-    smooth_linears: fold into feeding linears too, not only into norms. bound_linears: s never makes the largest weight
-        of such a linear larger, as its own codes have one scale.
-    threshold_multiplier: beta, Eq 7. outlier_clip: the boxplot of Eq 6.
-    max_flatten_ratio: extra columns per input channel at most; above it thresholds are raised or tails clamped, by
-        calibration error.
-    column_price: choose both thresholds, as multiples of Eq 7's, by the root of the output error plus this much per
-        extra column (K of them count as 1); 0: the thresholds of Eq 7 as they are.
-    few_columns: also try thresholds so far above Eq 7's that a single channel is cut; for a high column_price.
-    cover_vocabulary: slices reach as far as any token of the vocabulary did, not only the calibration text.
-    headroom: they reach this many times as far.
-    clip: choose the input's threshold and slices by the output error on the calibration sample, clamp what is beyond;
-        behind a prefix.
-    pad_channels_to: K_ext is a multiple of this.
-    kl_ratio_limit: gamma, Eq 8. kl_combine: mean, max, activation or weight. kl_bins: histogram bins.
-    gptq, act_order, damping: GPTQ on the flattened weight.
-    """
-
-    bits: int | str = 8
-    flatten: bool = True
-    rotate: bool = False
-    smoothing: str = "sigmoid"
-    smoothing_strength: float = 0.5
-    smooth_unfed: bool = True
-    smooth_linears: bool = True
-    bound_linears: bool = False
-    threshold_multiplier: float = 1.3
-    outlier_clip: bool = True
-    max_flatten_ratio: float = 1.0
-    column_price: float = 0.0
-    few_columns: bool = False
-    cover_vocabulary: bool = False
-    headroom: float = 1.0
-    clip: bool = False
-    pad_channels_to: int = COLUMN_STEP
-    kl_ratio_limit: float = 1.86
-    kl_combine: str = "mean"
-    kl_bins: int = KL_BINS
-    gptq: bool = False
-    act_order: bool = False
-    damping: float = 0.01
-
-    def __post_init__(self) -> None:
-        _among("bits", self.bits, (*FLATTEN_BITS, "mixed"))
-        _among("smoothing", self.smoothing, SMOOTHINGS)
-        _among("kl_combine", self.kl_combine, KL_COMBINES)
-        if not 0 <= self.smoothing_strength <= 1:
-            raise RecipeError(f"smoothing_strength is {self.smoothing_strength}; choose 0 to 1")
-        if self.threshold_multiplier <= 0:
-            raise RecipeError(f"threshold_multiplier is {self.threshold_multiplier}; choose a factor above 0")
-        if self.max_flatten_ratio < 0:
-            raise RecipeError(f"max_flatten_ratio is {self.max_flatten_ratio}; choose 0 or more")
-        if self.headroom < 1:
-            raise RecipeError(f"headroom is {self.headroom}; choose a factor of 1 or more")
-        if self.column_price < 0:
-            raise RecipeError(f"column_price is {self.column_price}; choose 0 or more")
-        if self.pad_channels_to <= 0 or self.pad_channels_to % COLUMN_STEP:
-            raise RecipeError(f"pad_channels_to is {self.pad_channels_to}; choose a multiple of {COLUMN_STEP}")
-        if self.kl_bins < 2:
-            raise RecipeError(f"kl_bins is {self.kl_bins}; choose 2 or more")
-        GptqOptions(self.damping, self.act_order)
-
-
-def _among(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise RecipeError(f"{name} is {value!r}; choose {', '.join(str(choice) for choice in choices)}")
-
-
 def stored_specs(settings: FlattenSettings, shape: Shape) -> tuple[FlattenSpec, ...]:
-    """The smallest and the largest of what these settings may store a weight as: the data decide bits and columns."""
+    """The smallest and the largest of what these settings may store a weight as: the data decide bits and columns.
+
+    Raises RecipeError for inputs that cannot be rotated.
+    """
+    if settings.rotate_inputs:
+        block_width(shape[1])
     bits = FLATTEN_BITS if settings.bits == "mixed" else (int(settings.bits),)
     ratios = (0.0, settings.max_flatten_ratio) if settings.flatten else (0.0,)
     widths = [padded_columns(shape[1] + int(shape[1] * ratio), settings.pad_channels_to) for ratio in ratios]
-    found = (FlattenSpec(min(bits), min(bits), widths[0]), FlattenSpec(max(bits), max(bits), widths[-1]))
+    found = (
+        FlattenSpec(min(bits), min(bits), widths[0], rotate_inputs=settings.rotate_inputs),
+        FlattenSpec(max(bits), max(bits), widths[-1], rotate_inputs=settings.rotate_inputs),
+    )
     return tuple(dict.fromkeys(found))
 
 
@@ -158,8 +93,11 @@ def plan_layout(layer: LayerInput, settings: FlattenSettings) -> Layout:
 
     Raises StatsError naming the layer for statistics that hold NaN or Inf, or are all zero.
     """
+    assert layer.stats is not None  # needs_stats
+    if settings.rotate_inputs:
+        layer = replace(layer, weight=rotate(layer.weight), stats=rotated_stats(layer.stats))
     stats = layer.stats
-    assert stats is not None  # needs_stats
+    assert stats is not None
     if not torch.isfinite(stats.absmax).all() or not torch.isfinite(stats.mean_square).all():
         raise StatsError(f"{layer.name}: its input holds NaN or Inf on the calibration text")
     own = _run_time_scale(layer, settings)
@@ -215,7 +153,8 @@ def _most_columns(operands: Operands, settings: FlattenSettings) -> int:
 
 
 def _run_time_scale(layer: LayerInput, settings: FlattenSettings) -> Tensor | None:
-    if layer.folded_scale is not None or settings.smoothing == "none" or not settings.smooth_unfed:
+    smooths = settings.smoothing != "none" and settings.smooth_unfed and not settings.rotate_inputs
+    if layer.folded_scale is not None or not smooths:
         return None
     assert layer.stats is not None
     weight_absmax = layer.weight.abs().amax(dim=0)
@@ -256,7 +195,8 @@ def flattened_activations(layer: LayerInput, settings: FlattenSettings) -> Calla
     columns, acts = layout.columns(), layout.acts
 
     def features(x: Tensor) -> Tensor:
-        smoothed = x.float() if layout.smooth_scale is None else x.float() / layout.smooth_scale
+        inputs = rotate(x) if settings.rotate_inputs else x.float()
+        smoothed = inputs if layout.smooth_scale is None else inputs / layout.smooth_scale
         codes = take_slices(acts.integers(smoothed), columns.channel, columns.act_segment, acts.top)
         return codes.mul_(acts.scale)
 
@@ -277,7 +217,7 @@ def quantize(layer: LayerInput, settings: FlattenSettings) -> PackedWeight:
             f"{layer.name}: {width} columns overflow int32 sums (at most {MAX_COLUMNS}); lower max_flatten_ratio"
         )
     bits = layout.acts.bits
-    spec = FlattenSpec(bits, bits, width, smooth=layout.smooth_scale is not None)
+    spec = FlattenSpec(bits, bits, width, layout.smooth_scale is not None, settings.rotate_inputs)
     padding = (0, width - columns.channel.numel())
     padded = torch.nn.functional.pad(codes, padding)
     tensors = {

@@ -12,7 +12,8 @@ from quantkit.formats.flatten import segment_capacity, unpack_codes
 from quantkit.formats.table import dequantize
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.flatten.quantizer import FlattenSettings, flattened_activations, plan_layout, quantize
+from quantkit.quantizers.flatten.quantizer import flattened_activations, plan_layout, quantize
+from quantkit.quantizers.flatten.settings import FlattenSettings
 from quantkit.stats import HISTOGRAM_BINS, LayerStats
 
 FP32_RTOL = 2e-5  # sums of a few hundred fp32 products against the same sum in integers

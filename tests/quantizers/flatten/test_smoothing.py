@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.methods import LayerPlan
 from quantkit.models.families import block_linears, linear_shape
-from quantkit.quantizers.flatten.quantizer import FlattenSettings
+from quantkit.quantizers.flatten.settings import FlattenSettings
 from quantkit.quantizers.flatten.smoothing import bounded_scale, fold_smoothing, sigmoid_scale, smoothquant_scale
 
 FP32_RTOL = 1e-6  # one rounding

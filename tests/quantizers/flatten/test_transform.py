@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from quantkit.calibration.artifact import Calibration
-from quantkit.errors import RecipeError
 from quantkit.methods import LayerPlan, plan_layers
 from quantkit.models.families import block_linears
-from quantkit.quantizers.flatten.quantizer import FlattenSettings
+from quantkit.quantizers.flatten.settings import FlattenSettings
 from quantkit.quantizers.flatten.transform import rotate_and_smooth
+from quantkit.quantizers.rotation import placed_rotations
 from quantkit.recipe import Recipe
 from quantkit.stats import LayerStats, magnitude_histogram
 
@@ -74,6 +74,16 @@ def test_rotation_and_smoothing_leave_the_function(
         assert (stats.vocabulary_absmax is not None) is vocabulary
 
 
-def test_inputs_are_not_rotated_as_the_model_runs() -> None:
-    with pytest.raises(RecipeError, match="rotate is 'online'; method flatten expects bool"):
-        plan_layers(Recipe("own", "flatten", {"rotate": "online"}), ["layer"])
+def test_inputs_that_are_rotated_as_the_model_runs_are_not_smoothed(tiny_model: Callable[[str], Path]) -> None:
+    """With ``rotate: online`` those of down_proj, whose scale would be folded into up_proj."""
+    model, ids = AutoModelForCausalLM.from_pretrained(tiny_model("llama")).eval(), torch.arange(40).reshape(2, 20)
+    inputs, before = _recorded(model, ids)
+    plans = placed_rotations(model, plan_layers(Recipe("own", "flatten", {"rotate": "online"}), list(inputs)))
+    done = rotate_and_smooth(model, plans, _calibration(inputs, vocabulary=False))
+    _, logits = _recorded(model, ids)
+    torch.testing.assert_close(logits, before, rtol=0, atol=LOGIT_ATOL)
+    online = {name for name, plan in plans.items() if plan.settings.rotate_inputs}
+    assert online == {name for name in inputs if name.endswith("down_proj")}
+    assert not online & done.folded_scales.keys()
+    assert done.folded_scales
+    assert not any(source.endswith("up_proj") for source in done.report["folded_into"])
