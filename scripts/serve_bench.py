@@ -8,6 +8,8 @@ Weights are made up (vLLM's load format "dummy"), so a folder with config.json i
 are in equal steps, which the kernels for batches take for what they are, and stand in files. Each setting
 runs in a process of its own (scripts/serve_measure.py). A step's time is what 96 more tokens take, over 96; every time
 is the least of --repeats. Energy is NVML's counter of all GPUs over the same calls, their prompts included.
+A setting's name may have -rotated behind it, before -head6: the inputs of all Linears are rotated as the model runs, or
+-online: those of each FFN's last Linear, as the setting ``rotate: online`` of recipes does.
 --tensor-parallel N with --profile gives the share of communication in the time of all kernels. --check-graphs also runs
 each setting without CUDA graphs and compares the probabilities of its tokens. --no-compile starts in half the time:
 CUDA graphs of whole steps, without torch.compile. Settings that are in the JSON file already are kept.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -69,6 +72,7 @@ W4A16 = {
     },
 }
 
+_ROTATED = {"-rotated": re.compile(""), "-online": re.compile(r"\.(down_proj|fc2)$")}
 NO_FIRSTS = "none"
 WEIGHT_SCALE = 0.02  # of made-up weights in floating point
 
@@ -148,12 +152,25 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _spec_maker(model: str, name: str) -> Callable[[int, int], Any]:
-    """(number of a Linear, its K) -> its spec. Raises BenchError for an unknown name."""
-    if name in ("smoothquant", "flatten-o1", "flatten-o3"):
-        return lambda index, in_features: flatten_spec(model, name, index, in_features)
-    spec = method_spec(with_head(name)[0])
-    return lambda _index, _in_features: spec
+def _spec_maker(model: str, name: str) -> Callable[[int, str, int], Any]:
+    """(number of a Linear, its name, its K) -> its spec. Raises BenchError for an unknown name."""
+    method, rotated = _rotation(with_head(name)[0])
+    flattened = method in ("smoothquant", "flatten-o1", "flatten-o3")
+    same = None if flattened else method_spec(method)
+
+    def spec(index: int, linear: str, in_features: int) -> Any:
+        own = flatten_spec(model, method, index, in_features) if same is None else same
+        return replace(own, rotate_inputs=True) if rotated is not None and rotated.search(linear) else own
+
+    return spec
+
+
+def _rotation(method: str) -> tuple[str, re.Pattern[str] | None]:
+    """A method without its suffix, and which Linears' names it rotates the inputs of."""
+    for suffix, names in _ROTATED.items():
+        if method.endswith(suffix):
+            return method.removesuffix(suffix), names
+    return method, None
 
 
 def environment() -> dict[str, Any]:
@@ -168,7 +185,7 @@ def environment() -> dict[str, Any]:
     return {"gpus": gpus, "python": sys.version.split()[0], "commit": commit(), "packages": versions}
 
 
-def _run(options: argparse.Namespace, shape: ModelShape, name: str, spec: Callable[[int, int], Any] | None) -> Any:
+def _run(options: argparse.Namespace, shape: ModelShape, name: str, spec: Callable[[int, str, int], Any] | None) -> Any:
     """The measurements of one setting; {"error": ...} where its process fails, as that says something, too."""
     peer, batches, firsts = PEERS.get(name, Peer()), _batches(options.batches), _firsts(options.first)
     run = partial(run_work, environment=peer.environment, lock=options.lock, limit=options.limit)
@@ -218,7 +235,7 @@ def _write_folder(
     folder: Path,
     shape: ModelShape,
     section: Mapping[str, Any] | None,
-    spec: Callable[[int, int], Any] | None,
+    spec: Callable[[int, str, int], Any] | None,
     head: Any,
     dtype: str,
 ) -> Any:
@@ -232,7 +249,7 @@ def _write_folder(
     config.architectures = [type(model).__name__]
     if spec is not None:
         linears = {name: linear_shape(module) for name, module in block_linears(model).items()}
-        layers = {name: StoredLayer(spec(i, size[1]), size) for i, (name, size) in enumerate(linears.items())}
+        layers = {name: StoredLayer(spec(i, name, size[1]), size) for i, (name, size) in enumerate(linears.items())}
         found = output_head(model)
         if head is not None and found is not None:
             untie_head(model)

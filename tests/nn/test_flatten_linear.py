@@ -63,3 +63,21 @@ def test_prepared_module_computes_the_same_and_saves_the_stored_tensors(device: 
     saved = plain.state_dict()
     assert saved.keys() == stored.keys()
     assert all(torch.equal(saved[name].cpu(), tensor) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
+def test_rotated_inputs_are_quantized_as_on_the_cpu(device: torch.device, bits: int) -> None:
+    """Bit for bit, as both kernels are."""
+    x = torch.randn(33, 96) * torch.logspace(-1, 1, 96)
+    stats = LayerStats(x.abs().amax(0), x.abs().mean(0), x.square().mean(0), torch.zeros(HISTOGRAM_BINS), x, 33)
+    settings = FlattenSettings(bits=bits, rotate_inputs=True)
+    packed = quantize(LayerInput("proj", torch.randn(24, 96), stats), settings)
+    linear = QuantizedLinear.from_packed(packed, torch.randn(24), torch.float32)
+    expected = [linear(x), linear(x.half())]
+    error = (expected[0] - linear.bias - x @ linear.dequantize().T).norm() / expected[0].norm()
+    assert error < (0.2 if bits == 4 else 0.02)  # static ranges of the inputs
+    linear.to(device)
+    assert torch.equal(linear(x.to(device)).cpu(), expected[0])
+    linear.prepare()
+    assert torch.equal(linear(x.to(device)).cpu(), expected[0])
+    assert torch.equal(linear(x.half().to(device)).cpu(), expected[1])

@@ -119,6 +119,20 @@ def test_a_number_of_sequences_makes_another_setting() -> None:
     assert serve_bench.setting_key("opt-30b", "fp16", 2, 4) == "opt-30b fp16 tp2 seqs4"
 
 
+@pytest.mark.parametrize("method", ["trellis-w2", "flatten-o1", "bcq-w4-g128-head6"])
+def test_a_setting_may_rotate_all_inputs_or_one(method: str) -> None:
+    base, head = method.removesuffix("-head6"), "-head6" if method.endswith("-head6") else ""
+    linears = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj")
+    for suffix, expected in (("", [False, False]), ("-rotated", [True, True]), ("-online", [False, True])):
+        spec = serve_bench._spec_maker("llama-3-8b", f"{base}{suffix}{head}")
+        made = [spec(index, name, 4096) for index, name in enumerate(linears)]
+        assert [each.rotate_inputs for each in made] == expected
+        plain = serve_bench._spec_maker("llama-3-8b", method)
+        assert [serve_bench.replace(each, rotate_inputs=False) for each in made] == [
+            plain(index, name, 4096) for index, name in enumerate(linears)
+        ]
+
+
 @pytest.mark.parametrize(("sequences", "expected"), [(None, 16), (4, 4)], ids=["largest batch", "given"])
 def test_the_engine_gets_the_sequences_and_a_whole_model(
     sequences: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
