@@ -39,7 +39,7 @@ CHECKPOINTS = {
     "flatten-int4": ("flatten-o1", "bits=4", *EQ_7_ALONE),
     "attention": ("rtn-w4-g128", "group_size=-1", "attention_bits=8"),
     # fc1 has 24 rows, which the format does not take
-    "trellis": ("trellis-w2", "taps=4", "sweeps=1", "damping=0.5", "rotate=false", 'keep=["lm_head", "*.fc1"]'),
+    "trellis": ("trellis-w2", "taps=4", "sweeps=1", "damping=0.5", "rotate_inputs=false", 'keep=["lm_head", "*.fc1"]'),
 }
 
 
