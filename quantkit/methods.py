@@ -135,6 +135,14 @@ def plan_layers(recipe: Recipe, layers: list[str]) -> dict[str, LayerPlan]:
     return plans
 
 
+def stored_specs(name: str, plan: LayerPlan, shape: Shape) -> tuple[Any, ...]:
+    """What a Linear [N, K] may be stored as by its plan. Raises RecipeError, naming it, for a shape that cannot be."""
+    try:
+        return METHODS[plan.method].stored_specs(plan.settings, shape)
+    except RecipeError as error:
+        raise RecipeError(f"{name}: {error}") from error
+
+
 def weighs_by_loss(plan: LayerPlan) -> bool:
     """Whether a layer's Hessian is to be weighed by the gradients of the end loss."""
     return getattr(plan.settings, "hessian", None) == END_LOSS

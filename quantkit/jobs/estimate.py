@@ -20,7 +20,7 @@ from quantkit.formats.base import Shape
 from quantkit.formats.table import stored_bytes
 from quantkit.integrations.transformers import install_layers, install_prefix
 from quantkit.jobs.quantize_blocks import HEAD_ROWS
-from quantkit.methods import METHODS, LayerPlan, weighs_by_loss
+from quantkit.methods import METHODS, LayerPlan, stored_specs, weighs_by_loss
 from quantkit.models.families import linear_shape
 from quantkit.models.stream import ModelStream
 from quantkit.models.structure import untie_head
@@ -96,7 +96,7 @@ def estimate(
     hidden state, 0 where no text runs through the blocks. tuning: what follows with the whole model in memory. prefix:
     that will be stored."""
     shapes = {name: linear_shape(stream.model.get_submodule(name)) for name in plans}
-    specs = {name: METHODS[plan.method].stored_specs(plan.settings, shapes[name]) for name, plan in plans.items()}
+    specs = {name: stored_specs(name, plan, shapes[name]) for name, plan in plans.items()}
     names = stored_names(stream.model, shapes)
     layers = tuple(
         LayerEstimate(

@@ -18,7 +18,7 @@ from quantkit.checkpoint.names import stored_names
 from quantkit.errors import CalibrationError, ModelError, OutputError, RecipeError, refusing
 from quantkit.evaluation.divergence import score_logits
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
-from quantkit.methods import METHODS, check_recipe, plan_layers
+from quantkit.methods import METHODS, check_recipe, plan_layers, stored_specs
 from quantkit.models.families import block_linears, linear_shape, merged_linears
 from quantkit.models.loading import first_device, is_quantized, open_stream, stored_dtype, stream_fingerprint
 from quantkit.models.logits import window_logits
@@ -257,11 +257,11 @@ def _planned_layers(
 
     Every option is checked against the method's settings and each layer on the way.
     """
-    linears, stored_specs = block_linears(model), METHODS[base.method].stored_specs
+    linears = block_linears(model)
     for option in options:
         plans = placed_rotations(model, plan_layers(_under(base, option), list(linears)))
         for name, plan in plans.items():
-            stored_specs(plan.settings, linear_shape(linears[name]))  # raises for a shape that the method cannot take
+            stored_specs(name, plan, linear_shape(linears[name]))  # raises for a shape that the method cannot take
     absent = [name for name in plans if name not in artifact.layers]
     if absent:
         raise CalibrationError(f"the calibration artifact has no statistics for {absent[0]}; calibrate again")

@@ -18,7 +18,7 @@ from quantkit.formats.bcq import BcqSpec
 from quantkit.integrations.transformers import load_checkpoint
 from quantkit.jobs.block_work import BlockWork, Done
 from quantkit.jobs.quantize_blocks import transform_part
-from quantkit.methods import METHODS, LayerPlan
+from quantkit.methods import LayerPlan, stored_specs
 from quantkit.models.loading import load_model
 from quantkit.models.stream import in_memory_stream
 from quantkit.nn.quantized_linear import QuantizedLinear
@@ -43,7 +43,7 @@ def planned_tuning(
         return None
     settings, formats = tune_settings(recipe.name, recipe.tune), set()
     for name, plan in plans.items():
-        own = {type(spec) for spec in METHODS[plan.method].stored_specs(plan.settings, shapes[name])}
+        own = {type(spec) for spec in stored_specs(name, plan, shapes[name])}
         if not own <= set(TUNABLE):
             raise RecipeError(
                 f"recipe {recipe.name}: tune is for methods that store the bcq or the trellis format (bcq, rtn, hqq, "

@@ -68,7 +68,11 @@ def test_rows_that_the_trellis_format_does_not_take_are_refused_before_the_work(
     calibration, model = tmp_path / "c.safetensors", tiny_model("llama")
     run("calibrate", model, "--text", text_file, "--windows", "2", "--seq-len", "32", "-o", calibration)
     arguments = ("--calibration", calibration, "-o", tmp_path / "plan.yaml", "--max-bpw", "3", *TRELLIS)
-    assert "out_features are a multiple of 16, not 72" in refusal("search", model, *arguments)
+    needed = "model.layers.0.self_attn.q_proj: method trellis needs Linears whose out_features are a multiple of 16"
+    assert needed in refusal("search", model, *arguments)
+    quantize = ("quantize", model, "--recipe", "trellis-w2", "--calibration", calibration, "-o", tmp_path / "out")
+    assert needed in refusal(*quantize)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,10 @@ QUANTIZED_ACTS = {
     "flatten-w4a4": FlattenSpec(4, 4, 160),
     "flatten-smooth": FlattenSpec(8, 8, 160, smooth=True),
 }
-ROTATED = {"bcq-rotated": BcqSpec(3, -1, True, scale_bits=8, rotate_inputs=True)}
+ROTATED = {
+    "bcq-rotated": BcqSpec(3, -1, True, scale_bits=8, rotate_inputs=True),
+    "flatten-rotated": FlattenSpec(8, 8, 160, rotate_inputs=True),
+}
 SPECS = {**WEIGHT_ONLY, **QUANTIZED_ACTS, **ROTATED}
 CUT_AT_ANY_ROW = {name: spec for name, spec in SPECS.items() if not isinstance(spec, TrellisSpec)}
 FP32_RTOL, FP32_ATOL = 1e-4, 1e-3  # sums of 128 products in another order

@@ -70,7 +70,12 @@ BCQ = {"schema": 1, "method": "bcq", "settings": {"weight_bits": 4, "group_size"
 RTN = {"schema": 1, "method": "rtn", "settings": {"weight_bits": 4, "group_size": 64}}
 HEAD = {**RTN, "keep": [], "head_bits": 6}
 FLATTEN = {"schema": 1, "method": "flatten", "settings": {"bits": 8}}
-TRELLIS = {"schema": 1, "method": "trellis", "settings": {"weight_bits": 2, "taps": 4, "compensate": False}}
+ROTATED = {**FLATTEN, "settings": {"bits": 8, "rotate": "online"}}
+TRELLIS = {
+    "schema": 1,
+    "method": "trellis",
+    "settings": {"weight_bits": 2, "taps": 4, "compensate": False, "rotate_inputs": True},
+}
 EXPERTS = {**RTN, "layers": [{"match": "*.down_proj", "weight_bits": 3, "group_size": 32}]}
 MIXED = {
     **RTN,
@@ -87,6 +92,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # family, recipe, 
     "opt": ("opt", BCQ, False),
     "mixed": ("llama", MIXED, False),
     "flatten": ("llama", FLATTEN, True),
+    "flatten-rotated": ("llama", ROTATED, True),
     "head": ("llama", HEAD, False),
     "trellis": ("llama", TRELLIS, False),
     "mixtral": ("mixtral", BCQ, False),
