@@ -112,7 +112,7 @@ def _shared_settings(settings: Sequence[Smoothing], targets: int) -> Smoothing |
     """The settings to fold with, or None where not all targets are planned, smoothed, and smoothed alike.
 
     An input that is rotated as the model runs is not smoothed: its large channels are spread over their block, and the
-    scale would make rows of what feeds it large (SmolLM2-135M behind a prefix: 19.53 in place of 19.40).
+    scale would make rows of what feeds it large.
     """
     if len(settings) < targets or settings[0].smoothing == "none" or any(s.rotate_inputs for s in settings):
         return None
