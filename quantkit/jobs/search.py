@@ -100,15 +100,19 @@ class SearchResult:
 def search_settings(settings: Sequence[str]) -> SearchSettings:
     """Settings from ``key=value``: method and keep, per, merged, measure and device, and the method's own.
 
-    Methods that compensate do so unless ``compensate=false`` says otherwise: plans are chosen by what will be written.
+    Plans are chosen by what will be written: methods that compensate do so unless ``compensate=false`` says otherwise,
+    and inputs of trellis codes are rotated, as its recipes do, unless ``rotate`` or ``rotate_inputs`` says otherwise.
     Raises RecipeError for anything else.
     """
     document = with_settings({"schema": SCHEMA, "method": "bcq", "settings": {}}, settings)
     keys = ("per", "merged", "measure", "device")
     own = {key: document["settings"].pop(key) for key in keys if key in document["settings"]}
     method = METHODS.get(document["method"])
-    if method is not None and "compensate" in method.settings.__dataclass_fields__:
+    fields = () if method is None else method.settings.__dataclass_fields__
+    if "compensate" in fields:
         document["settings"].setdefault("compensate", True)
+    if "taps" in fields and not document["settings"].get("rotate"):
+        document["settings"].setdefault("rotate_inputs", True)
     recipe = parse_recipe(document, name="search", where="`settings`")
     if recipe.attention_bits is not None:
         raise RecipeError("`settings` attention_bits: no matter of the search; set it when the plan is applied")
@@ -118,7 +122,6 @@ def search_settings(settings: Sequence[str]) -> SearchSettings:
         raise RecipeError("`settings` hessian: the search weighs all tokens alike; set it when the plan is applied")
     if recipe.head_bits is not None:
         raise RecipeError("`settings` head_bits: no matter of the search; set it when the plan is applied")
-    fields = () if method is None else method.settings.__dataclass_fields__
     for name in CHOSEN:
         if name in recipe.settings and name in fields:
             raise RecipeError(f"`settings` {name}: is what the search chooses; give widths and groups to choose from")

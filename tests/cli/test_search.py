@@ -58,7 +58,7 @@ def test_a_plan_of_the_trellis_format_is_found_and_applied(
     assert applied.exit_code == 0, applied.stderr
     assert f"{document['bits_per_weight']:.3f}" in applied.stdout
     specs = {layer.spec for layer in read_checkpoint(out).layers.values()}
-    assert specs <= {TrellisSpec(2, 4), TrellisSpec(3, 3), TrellisSpec(4, 2)}
+    assert specs <= {TrellisSpec(2, 4, True), TrellisSpec(3, 3, True), TrellisSpec(4, 2, True)}
     assert len(specs) > 1
 
 

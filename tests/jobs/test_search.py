@@ -30,7 +30,6 @@ from tests.pipeline import window_scores
 OPTIONS = [Option(bits, group) for bits in (2, 3, 4) for group in (32, -1)]
 SLACK = 40_000  # bytes above the smallest plan: room for some layers to have more bits, not for all
 
-
 Folders = Callable[[str], Path]
 QUICK = ("rounds=2", "compensate=false")
 
@@ -103,8 +102,8 @@ def test_bytes_of_the_written_files_keep_the_budget(
         name: (layer.spec.weight_bits, layer.spec.group_size) for name, layer in read_checkpoint(out).layers.items()
     }
     assert chosen == {name: (o.weight_bits, o.group_size) for name, o in result.plan.options.items()}
-    scale_bits = 8 if "scale_bits=8" in settings else 16
-    assert {layer.spec.scale_bits for layer in read_checkpoint(out).layers.values()} == {scale_bits}
+    scales = {8 if "scale_bits=8" in settings else 16}
+    assert {layer.spec.scale_bits for layer in read_checkpoint(out).layers.values()} == scales
 
 
 def test_bits_per_weight_keep_the_budget_and_use_it(
@@ -180,6 +179,12 @@ def test_plans_are_compensated_unless_settings_say_otherwise() -> None:
     assert search_settings(("compensate=false",)).base.settings == {"compensate": False}
     assert search_settings(("method=rtn",)).base.settings == {"compensate": True}
     assert search_settings(("method=hqq",)).base.settings == {}
+
+
+def test_inputs_of_trellis_codes_are_rotated_unless_settings_say_otherwise() -> None:
+    expected = {(): True, ("rotate=online",): None, ("rotate=false",): True, ("rotate_inputs=false",): False}
+    for settings, rotated in expected.items():
+        assert search_settings(("method=trellis", *settings)).base.settings.get("rotate_inputs") is rotated
 
 
 def test_the_best_uniform_choice_of_its_size_stands_beside_the_plan(find: Any, tmp_path: Path) -> None:
