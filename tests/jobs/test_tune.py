@@ -258,7 +258,7 @@ def test_too_little_memory_for_tuning_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("setting", ["tune={}", "rotate=true", "rotate=online"])
+@pytest.mark.parametrize("setting", ["tune={}", "hessian=end_loss", "head_bits=6"])
 def test_the_search_refuses_what_it_would_not_carry_out(setting: str) -> None:
     with pytest.raises(RecipeError, match=f"`settings` {setting.split('=')[0]}"):
         search_settings([setting])
