@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from quantkit.formats.base import PackedWeight
-from quantkit.formats.hadamard import block_width, rotate
+from quantkit.formats.hadamard import block_width, inverse_root, rotate
 from quantkit.formats.table import dequantize
 from quantkit.quantizers.base import LayerInput, error_report
 from quantkit.stats import LayerStats, stats_of_sample, trust
 
 _MEMO = "rotated"
-_SMALLEST = 1e-30
 
 
 def rotated_inputs(layer: LayerInput) -> LayerInput:
@@ -57,7 +56,8 @@ def rotated_stats(stats: LayerStats) -> LayerStats:
     """Those of the rotated sample, but E[x^2] nearer to that of independent channels the smaller the sample is.
 
     How far x reached beyond the sample is known before the rotation alone. A block reaches beyond it as many times as
-    far as its largest channel did, which is exact where that channel is all there is.
+    far as its largest channel did, which is exact where that channel is all there is. So one that is 0 in the sample
+    is taken to reach.
     """
     sample = rotate(stats.sample)
     width = block_width(sample.shape[1])
@@ -67,8 +67,12 @@ def rotated_stats(stats: LayerStats) -> LayerStats:
     found = stats_of_sample(stats, sample)
 
     def reached(absmax: Tensor) -> Tensor:
-        seen, all_text = (x.unflatten(0, (-1, width)).amax(dim=1) for x in (stats.sample.abs().amax(dim=0), absmax))
-        return found.absmax * (all_text / seen.clamp_min(_SMALLEST)).clamp_min(1).repeat_interleave(width)
+        seen, all_text = (
+            x.unflatten(0, (-1, width)).amax(dim=1).repeat_interleave(width)
+            for x in (stats.sample.abs().amax(dim=0), absmax)
+        )
+        further = (all_text / seen).clamp_min(1)
+        return torch.where(seen > 0, found.absmax * further, all_text * inverse_root(width))
 
     return replace(
         found,

@@ -103,6 +103,18 @@ def test_a_block_reaches_as_much_further_as_its_largest_channel_did() -> None:
         torch.testing.assert_close(factor.view(3, 32)[1], torch.ones(32))
 
 
+def test_a_block_that_is_0_in_the_sample_reaches_as_far_as_a_single_channel() -> None:
+    layer, _ = _layer()
+    assert layer.stats is not None
+    sample = layer.stats.sample.clone()
+    sample[:, 32:64] = 0
+    absmax = sample.abs().amax(0)
+    absmax[40] = 8
+    found = rotated_stats(replace(layer.stats, absmax=absmax, sample=sample))
+    torch.testing.assert_close(found.absmax[32:64], torch.full((32,), 8 / 32**0.5))
+    assert torch.equal(found.absmax[:32], rotate(sample).abs().amax(0)[:32])
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_row_with_outliers_loses_less(case: str) -> None:
     quantize, settings = CASES[case]
