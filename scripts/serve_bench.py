@@ -9,7 +9,7 @@ are in equal steps, which the kernels for batches take for what they are, and st
 runs in a process of its own (scripts/serve_measure.py). A step's time is what 96 more tokens take, over 96; every time
 is the least of --repeats. Energy is NVML's counter of all GPUs over the same calls, their prompts included.
 A setting's name may have -rotated behind it, before -head6: the inputs of all Linears are rotated as the model runs, or
--online: those of each FFN's last Linear, as the setting ``rotate: online`` of recipes does.
+-online: those of down_proj, as the setting ``rotate: online`` of recipes does.
 --tensor-parallel N with --profile gives the share of communication in the time of all kernels. --check-graphs also runs
 each setting without CUDA graphs and compares the probabilities of its tokens. --no-compile starts in half the time:
 CUDA graphs of whole steps, without torch.compile. Settings that are in the JSON file already are kept.
@@ -72,7 +72,7 @@ W4A16 = {
     },
 }
 
-_ROTATED = {"-rotated": re.compile(""), "-online": re.compile(r"\.(down_proj|fc2)$")}
+_ROTATED = {"-rotated": re.compile(""), "-online": re.compile(r"\.down_proj$")}
 NO_FIRSTS = "none"
 WEIGHT_SCALE = 0.02  # of made-up weights in floating point
 

@@ -172,8 +172,8 @@ def _open_source(model: str, calibration: Path, options: Sequence[Option], setti
     artifact = load_calibration(calibration)
     stream, _ = open_stream(model, dtype=torch.float32, device=settings.device)
     check_model(artifact, stream.model, stream_fingerprint(stream))
-    layers, online = _planned_layers(stream.model, artifact, options, settings.base)
-    method = LayerMethod(settings.base.method, settings.base.settings, online)
+    layers, rotated = _planned_layers(stream.model, artifact, options, settings.base)
+    method = LayerMethod(settings.base.method, settings.base.settings, rotated)
     cache = TableFile(table_path(artifact, method))
     if rotate := settings.base.settings.get("rotate"):
         artifact = rotate_parts(stream, artifact, values=rotate == ONLINE)
@@ -268,8 +268,8 @@ def _planned_layers(
     absent = [name for name in plans if name not in artifact.layers]
     if absent:
         raise CalibrationError(f"the calibration artifact has no statistics for {absent[0]}; calibrate again")
-    online = (name for name, plan in plans.items() if getattr(plan.settings, "rotate_inputs", False))
-    return tuple(plans), frozenset(online)
+    rotated = (name for name, plan in plans.items() if getattr(plan.settings, "rotate_inputs", False))
+    return tuple(plans), frozenset(rotated)
 
 
 def _under(base: Recipe, option: Option) -> Recipe:

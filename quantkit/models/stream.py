@@ -59,8 +59,7 @@ class ModelStream:
         self._fused = separate_experts(model)
         self.blocks = decoder_blocks(model)
         self._held: set[str | None] = set()
-        self.edit: Callable[[str | None], None] | None = None
-        """What is done to every part whenever it has been read: (block's name, or None). Not of a model in memory."""
+        self._edit: Callable[[str | None], None] | None = None
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -91,6 +90,11 @@ class ModelStream:
                 self._read_ahead(index)
                 yield prefix
 
+    def edit_parts(self, edit: Callable[[str | None], None]) -> None:
+        """Do this to every part, by its block's name or None, whenever it has been read; in place of what was set."""
+        assert self._reader is not None, "a model in memory is never read"
+        self._edit = edit
+
     def owner(self, name: str) -> str | None:
         """The block that a parameter, a buffer or a module is in, by name; None for one outside the blocks."""
         stack, _, _ = self.blocks[0][0].rpartition(".")
@@ -118,8 +122,8 @@ class ModelStream:
             with fused_again(self.model, fused):
                 self._reader.load(self.model, self._part_keys(prefix), self.device)
             self._check_loaded(prefix)
-            if self.edit is not None:
-                self.edit(prefix)
+            if self._edit is not None:
+                self._edit(prefix)
             for module in self._packed(prefix):
                 module.prepare_for_device()
             yield

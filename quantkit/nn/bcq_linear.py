@@ -8,13 +8,13 @@ from quantkit.cuda.architectures import ARCHITECTURES
 from quantkit.cuda.device import gpu_of
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import BcqSpec, BcqTensors
+from quantkit.nn.inputs import kernel_input
 from quantkit.ops.bcq.autotune import ensure_measured
 from quantkit.ops.bcq.candidates import multiplies_batches
 from quantkit.ops.bcq.layout import BcqTiles, is_grid, tile, untile
 from quantkit.ops.bcq.op import bcq_linear, bcq_linear_prepared, bcq_linear_with_epilogue
 from quantkit.ops.bcq.order import Order
 from quantkit.ops.epilogue import Epilogue
-from quantkit.ops.rotation.op import rotate_inputs
 
 _TILES = {Order.PLANES: "tiles", Order.CODES: "code_tiles", Order.GRID: "grid_tiles"}
 """The name of the tiles by their order."""
@@ -24,7 +24,7 @@ def forward(spec: BcqSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> 
     """x [..., K] -> [..., N] in x's dtype; the CPU runs the reference twin."""
     stored = BcqTensors.of(tensors)
     return bcq_linear(
-        _inputs(spec, x), stored.signs, stored.scales, stored.offset, bias, spec.group_size, stored.scale_factors
+        kernel_input(spec, x), stored.signs, stored.scales, stored.offset, bias, spec.group_size, stored.scale_factors
     )
 
 
@@ -71,7 +71,7 @@ def prepared_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, 
     """As ``forward``, from the tile order; QuantizedLinear synchronizes after every change of the stored tensors."""
     order = _order(prepared)
     return bcq_linear_prepared(
-        _inputs(spec, x),
+        kernel_input(spec, x),
         prepared[_TILES[order]],
         prepared["scale_tiles"],
         bias,
@@ -88,9 +88,4 @@ def epilogue_forward(
 ) -> Tensor:
     """The epilogue of ``prepared_forward``, in the same kernel."""
     weight = prepared_weight(spec, prepared, shape)
-    return bcq_linear_with_epilogue(_inputs(spec, x), weight, bias, epilogue)
-
-
-def _inputs(spec: BcqSpec, x: Tensor) -> Tensor:
-    """What the planes are multiplied by."""
-    return rotate_inputs(x) if spec.rotate_inputs else x
+    return bcq_linear_with_epilogue(kernel_input(spec, x), weight, bias, epilogue)

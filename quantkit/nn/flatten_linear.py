@@ -11,6 +11,7 @@ from torch import Tensor
 from quantkit.cuda.device import gpu_of
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.flatten import FlattenSpec
+from quantkit.nn.inputs import kernel_input
 from quantkit.ops.flatten.layout import column_slots, tile_codes, untile_codes
 from quantkit.ops.flatten.op import (
     flatten_quantize,
@@ -21,7 +22,6 @@ from quantkit.ops.flatten.op import (
     multiplier,
 )
 from quantkit.ops.flatten.plan import multiplies_int4
-from quantkit.ops.rotation.op import rotate_inputs
 
 _INT4 = 4
 _MADE_FOR_KERNELS = ("tiles", "multiplier", "slots", "slot_starts")
@@ -39,7 +39,7 @@ class ActCodes:
 def forward(spec: FlattenSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] -> [..., N] in x's dtype."""
     act_codes = flatten_quantize(
-        _inputs(spec, x),
+        kernel_input(spec, x),
         tensors["source_channel"],
         tensors["source_segment"],
         tensors["act_scale"],
@@ -118,14 +118,9 @@ def requantized_forward(
 def quantized(spec: FlattenSpec, tensors: Tensors, shape: Shape, x: Tensor) -> ActCodes:
     """x [..., K] as codes of a layer, from its prepared tensors."""
     source, packed = (tensors["source_channel"], tensors["source_segment"]), _packs_activations(spec, x.device)
-    flat = _inputs(spec, x).reshape(-1, shape[1])
+    flat = kernel_input(spec, x).reshape(-1, shape[1])
     tiles = flatten_quantize_tiles(flat, *source, tensors["multiplier"], spec.act_bits, packed)
     return ActCodes(tiles, tuple(x.shape[:-1]), x.dtype)
-
-
-def _inputs(spec: FlattenSpec, x: Tensor) -> Tensor:
-    """What is quantized of x [..., K]."""
-    return rotate_inputs(x) if spec.rotate_inputs else x
 
 
 def _packs_activations(spec: FlattenSpec, where: torch.device) -> bool:

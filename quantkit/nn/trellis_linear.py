@@ -7,9 +7,9 @@ from torch import Tensor
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import ROW_WISE
 from quantkit.formats.trellis import TrellisSpec, TrellisTensors
+from quantkit.nn.inputs import kernel_input
 from quantkit.ops.bcq.autotune import ensure_measured
 from quantkit.ops.bcq.layout import BcqTiles
-from quantkit.ops.rotation.op import rotate_inputs
 from quantkit.ops.trellis.layout import TrellisTiles, prepare_planes, restore_planes
 from quantkit.ops.trellis.op import trellis_linear, trellis_linear_prepared
 
@@ -17,7 +17,7 @@ from quantkit.ops.trellis.op import trellis_linear, trellis_linear_prepared
 def forward(spec: TrellisSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] -> [..., N] in x's dtype; the CPU runs the reference twin."""
     stored = TrellisTensors.of(tensors)
-    return trellis_linear(_inputs(spec, x), stored.signs, stored.scales, stored.filter, bias)
+    return trellis_linear(kernel_input(spec, x), stored.signs, stored.scales, stored.filter, bias)
 
 
 def prepare(spec: TrellisSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
@@ -45,7 +45,7 @@ def prepared_weight(spec: TrellisSpec, prepared: Tensors, shape: Shape) -> Trell
 def prepared_forward(spec: TrellisSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
     """As ``forward``, from the tile order; QuantizedLinear synchronizes after every change of the stored tensors."""
     return trellis_linear_prepared(
-        _inputs(spec, x),
+        kernel_input(spec, x),
         prepared["tiles"],
         prepared["scale_tiles"],
         prepared["scales"],
@@ -53,8 +53,3 @@ def prepared_forward(spec: TrellisSpec, prepared: Tensors, shape: Shape, x: Tens
         bias,
         weights_ready=True,
     )
-
-
-def _inputs(spec: TrellisSpec, x: Tensor) -> Tensor:
-    """What the planes are multiplied by."""
-    return rotate_inputs(x) if spec.rotate_inputs else x

@@ -23,8 +23,8 @@ def rotate_parts(stream: ModelStream, calibration: Calibration, *, values: bool)
     def rotate_again(part: str | None) -> None:
         rotate_part(stream.model, part, values=values, calibration=None)
 
-    stream.edit = rotate_first
+    stream.edit_parts(rotate_first)
     for _ in stream.parts():
         pass
-    stream.edit = rotate_again
+    stream.edit_parts(rotate_again)
     return replace(calibration, layers={**calibration.layers, **stats})

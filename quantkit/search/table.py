@@ -67,17 +67,19 @@ class Option:
 class LayerMethod:
     """A row of METHODS and its settings, weight_bits and group_size left open.
 
-    online: the layers whose inputs ``rotate: online`` rotates as the model runs.
+    rotated: the layers whose inputs are rotated as the model runs.
     """
 
     name: str
     settings: Mapping[str, Any]
-    online: frozenset[str] = frozenset()
+    rotated: frozenset[str] = frozenset()
 
     def quantize(self, layer: LayerInput, option: Option) -> PackedWeight:
         """The layer under an option, by the method's own quantizer."""
         row, own = METHODS[self.name], {**self.settings, **option_settings(self.name, option)}
-        return row.quantize(layer, row.settings(**own | ({"rotate_inputs": True} if layer.name in self.online else {})))
+        if layer.name in self.rotated:
+            own["rotate_inputs"] = True
+        return row.quantize(layer, row.settings(**own))
 
 
 @dataclass(frozen=True)

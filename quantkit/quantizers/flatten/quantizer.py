@@ -93,11 +93,11 @@ def plan_layout(layer: LayerInput, settings: FlattenSettings) -> Layout:
 
     Raises StatsError naming the layer for statistics that hold NaN or Inf, or are all zero.
     """
-    assert layer.stats is not None  # needs_stats
-    if settings.rotate_inputs:
-        layer = replace(layer, weight=rotate(layer.weight), stats=rotated_stats(layer.stats))
     stats = layer.stats
-    assert stats is not None
+    assert stats is not None  # needs_stats
+    if settings.rotate_inputs:
+        stats = rotated_stats(stats)
+        layer = replace(layer, weight=rotate(layer.weight), stats=stats)
     if not torch.isfinite(stats.absmax).all() or not torch.isfinite(stats.mean_square).all():
         raise StatsError(f"{layer.name}: its input holds NaN or Inf on the calibration text")
     own = _run_time_scale(layer, settings)

@@ -30,6 +30,7 @@ def rotate_and_smooth(model: nn.Module, plans: Mapping[str, Any], calibration: A
 def _with_reach(rotated: LayerStats, before: LayerStats) -> LayerStats:
     """The same with a reach of the vocabulary, of which only maxima before the rotation are known: the sample's own.
 
-    Behind an RMS norm all rows are of one length, so no rotated row reaches much further than others.
+    Behind an RMS norm all rows are of one length, so no rotated row reaches much further than others. The heads' values
+    of ``rotate: online`` are behind none: there it is ``headroom`` alone that covers other texts.
     """
     return rotated if before.vocabulary_absmax is None else replace(rotated, vocabulary_absmax=rotated.absmax)
