@@ -64,6 +64,27 @@ struct Columns {
         return shortToFloat(uint16(word[run][i / 2] >> (i % 2 * 16)), kDtype);
     }
 
+    // The bits of the largest of x, or of -x with kBelow, and 0. They order as these do; NaN is above all.
+    template <bool kBelow>
+    __device__ __forceinline__ uint32 reach() const {
+        int most = 0;  // as floats that are not negative order
+        if constexpr (kDtype == kFloat32) {
+#pragma unroll
+            for (int i = 0; i < kRuns * kRun; i++) {
+                most = max(most, int(word[i / kRun][i % kRun] ^ (kBelow ? ~kNotANumberBits : 0u)));
+            }
+        } else {
+            uint32 pair = 0;
+#pragma unroll
+            for (int i = 0; i < kRuns * kRunWords; i++) {
+                pair = largestPairs<kDtype, kBelow>(pair, word[i / kRunWords][i % kRunWords]);
+            }
+            most = max(most, __float_as_int(shortToFloat(uint16(pair), kDtype)));
+            most = max(most, __float_as_int(shortToFloat(uint16(pair >> 16), kDtype)));
+        }
+        return uint32(most);
+    }
+
     // The bits of the largest |x|, which order as |x| does, NaN above all.
     __device__ __forceinline__ uint32 peak() const {
         if constexpr (kDtype == kFloat32) {
@@ -82,15 +103,23 @@ struct Columns {
     }
 };
 
-// The codes of a row. With u = RN(RN(x / step) + limit) clamped to 0 .. 2 limit, a code is floor((u + 1) / 2) in an
+// How x / step is found, correctly rounded: divided; or, in an ordinary row, from the rounded inverse of step by one
+// correction, which is enough for x of at most 11 significant bits, or by two (Markstein: a quotient within a unit of
+// its last place, corrected once with the rounded inverse, is the rounded one).
+enum Quotient : int { kDivided, kCorrected, kCorrectedTwice };
+template <int kDtype>
+constexpr Quotient kOrdinaryQuotient = kDtype == kFloat32 ? kCorrectedTwice : kCorrected;
+
+// The codes of a row. With u = RN(RN(x / step) + middle) clamped to 0 .. 2 limit, a code is floor((u + 1) / 2) in an
 // even and ceil((u - 1) / 2) in an odd column; one multiply-add with directed rounding puts it into the second byte of
 // a float: at 2^15 a float counts in steps of 2^-8, so adding rounds to those steps, and the bits above are the floor,
 // or, where 1 - 2^-8 was added, the ceiling. All is in units of 2^(q + 1), which rounds alike: adding saturates at 0
 // then, and at a number above 2 limit, without an instruction more.
-// The reference also rounds u + 1. That changes a code only where u is the float below 1, which only limit 1 can reach;
-// there an even column's factor is one step larger.
+// middle: limit, or with a zero point z 2 z. Without one the reference also rounds u + 1. That changes a code only where
+// u is the float below 1, which only limit 1 can reach; there an even column's factor is one step larger.
+template <bool kZero>
 struct Coder {
-    float step, divisor, inverse;  // divisor: step in units
+    float step, divisor, inverse, middle;  // divisor: step in units
     int limit;
     bool ordinary;  // step, x and their quotients are far from overflow and underflow
 
@@ -99,47 +128,60 @@ struct Coder {
     static constexpr float kDown = 32768.49609375f;            // 2^15 - 1/2 + 1 - 2^-8
     static constexpr float kAboveOne = 1.00000011920929f;      // 1 + 2^-23
 
-    // peak: bits of the row's largest |x|.
-    __device__ __forceinline__ Coder(float given, int limit, uint32 peak)
+    // below: how far the row reaches below 0, where it has a zero point. peak: bits of its largest |x|.
+    __device__ __forceinline__ Coder(float given, float below, int limit, uint32 peak)
         : step(given > 0.f ? given : 1.f), limit(limit) {
         ordinary = step >= 1.f / kOrdinary && step <= kOrdinary && __uint_as_float(peak) <= kOrdinary;
         divisor = __fmul_rn(step, unit());
         inverse = __frcp_rn(divisor);
+        middle = float(limit);
+        if constexpr (kZero) {
+            const float zero = given > 0.f ? rintf(__fmul_rn(__fdiv_rn(below, step), 0.5f)) : 0.f;
+            middle = 2.f * fminf(zero, float(limit));
+        }
     }
 
     __device__ __forceinline__ float unit() const { return float(2 * limit + 2); }  // a power of 2
 
-    // RN(x / step) in units. kShort: for x of at most 11 significant bits and an ordinary row. The result is then that
-    // of a division for every pair of significands (all 2^33 were compared), and where it is below 2^-26, which may
-    // underflow on the way, so small that u does not depend on it, or its code does not.
-    template <bool kShort>
+    // RN(x / step) in units. kCorrected was compared with a division for every pair of significands (all 2^33). Where
+    // the result is below 2^-26, which may underflow on the way, it is so small that the code does not depend on it.
+    template <Quotient kQuotient>
     __device__ __forceinline__ float quotient(float x) const {
-        if constexpr (!kShort) return __fmul_rn(__fdiv_rn(x, step), 1.f / unit());
-        const float guess = __fmul_rn(x, inverse);
-        return __fmaf_rn(__fmaf_rn(-guess, divisor, x), inverse, guess);
+        if constexpr (kQuotient == kDivided) return __fmul_rn(__fdiv_rn(x, step), 1.f / unit());
+        float found = __fmul_rn(x, inverse);
+#pragma unroll
+        for (int i = 0; i < int(kQuotient); i++) found = __fmaf_rn(__fmaf_rn(-found, divisor, x), inverse, found);
+        return found;
     }
 
-    template <bool kShort>
+    template <Quotient kQuotient>
     __device__ __forceinline__ uint32 shiftedCode(float x, bool odd) const {
-        const float end = float(limit) / unit();
-        const float u = fminf(__saturatef(__fadd_rn(quotient<kShort>(x), end)), 2.f * end);
-        const float factor = 0.5f * unit();
+        const float end = float(limit) / unit(), factor = 0.5f * unit();
+        const float u = fminf(__saturatef(__fadd_rn(quotient<kQuotient>(x), kZero ? middle / unit() : end)), 2.f * end);
         if (odd) return __float_as_uint(__fmaf_ru(u, factor, kDown));
-        return __float_as_uint(__fmaf_rd(u, limit == 1 ? kAboveOne * factor : factor, kUp));
+        return __float_as_uint(__fmaf_rd(u, !kZero && limit == 1 ? kAboveOne * factor : factor, kUp));
     }
 };
 
 // A lane's codes, four to a word: word i holds column i of every run, byte v that of run v.
-template <bool kShort, typename C, int kDtype>
-__device__ __forceinline__ void encode(const Columns<kDtype>& own, const C& coder, uint32 (&codes)[kWords]) {
+template <Quotient kQuotient, bool kZero, int kDtype>
+__device__ __forceinline__ void encodeBy(const Columns<kDtype>& own, const Coder<kZero>& coder, uint32 (&codes)[kWords]) {
 #pragma unroll
     for (int w = 0; w < kWords; w++) {
         uint32 code[kBytesPerWord];
 #pragma unroll
         for (int b = 0; b < kBytesPerWord; b++) {
-            code[b] = coder.template shiftedCode<kShort>(own.value(b, w), w % 2 != 0);
+            code[b] = coder.template shiftedCode<kQuotient>(own.value(b, w), w % 2 != 0);
         }
         codes[w] = selectBytes(selectBytes(code[0], code[1], 0x51), selectBytes(code[2], code[3], 0x51), 0x5410);
+    }
+}
+template <bool kZero, int kDtype>
+__device__ __forceinline__ void encode(const Columns<kDtype>& own, const Coder<kZero>& coder, uint32 (&codes)[kWords]) {
+    if (coder.ordinary) {
+        encodeBy<kOrdinaryQuotient<kDtype>>(own, coder, codes);
+    } else {
+        encodeBy<kDivided>(own, coder, codes);
     }
 }
 
@@ -198,14 +240,30 @@ __device__ __forceinline__ void storeBytes(const uint32 (&codes)[kWords], uint8*
     }
 }
 
-// The largest value of all threads, for every thread.
-__device__ __forceinline__ uint32 blockMax(uint32 value, uint32* shared, uint32 warps) {
-    const uint32 lane = threadIdx.x % kWarpSize;
-    value = __reduce_max_sync(kFullWarp, value);
-    if (lane == 0) shared[threadIdx.x / kWarpSize] = value;
-    __syncthreads();
-    return __reduce_max_sync(kFullWarp, lane < warps ? shared[lane] : 0u);
-}
+// How far a row reaches, in bits of floats: above and below 0, or without kZero to either side.
+template <bool kZero>
+struct Reach {
+    uint32 above = 0, below = 0;
+
+    template <int kDtype>
+    __device__ __forceinline__ void add(const Columns<kDtype>& own) {
+        above = max(above, kZero ? own.template reach<false>() : own.peak());
+        if constexpr (kZero) below = max(below, own.template reach<true>());
+    }
+    __device__ __forceinline__ uint32 peak() const { return max(above, below); }
+
+    // The furthest of all threads, for every thread.
+    __device__ __forceinline__ void ofBlock(uint2* shared, uint32 warps) {
+        const uint32 lane = threadIdx.x % kWarpSize;
+        above = __reduce_max_sync(kFullWarp, above);
+        if constexpr (kZero) below = __reduce_max_sync(kFullWarp, below);
+        if (lane == 0) shared[threadIdx.x / kWarpSize] = make_uint2(above, below);
+        __syncthreads();
+        const uint2 other = lane < warps ? shared[lane] : make_uint2(0, 0);
+        above = __reduce_max_sync(kFullWarp, other.x);
+        if constexpr (kZero) below = __reduce_max_sync(kFullWarp, other.y);
+    }
+};
 
 // The sum of all threads, for those of the first warp.
 __device__ __forceinline__ uint32 blockSum(uint32 value, uint32* shared, uint32 warps) {

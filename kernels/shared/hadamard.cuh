@@ -34,10 +34,10 @@ __device__ __forceinline__ void rotateRun(float (&v)[kHadamardColumns], int lane
         }
     }
     for (int distance = 1; distance < width / kHadamardColumns; distance *= 2) {
+        const float sign = lane & distance ? -1.f : 1.f;  // a product with it is exact: one rounding, as of a sum
 #pragma unroll
         for (int i = 0; i < kHadamardColumns; i++) {
-            const float other = __shfl_xor_sync(kFullWarp, v[i], distance);
-            v[i] = lane & distance ? __fsub_rn(other, v[i]) : __fadd_rn(v[i], other);
+            v[i] = __fmaf_rn(v[i], sign, __shfl_xor_sync(kFullWarp, v[i], distance));
         }
     }
 #pragma unroll

@@ -121,6 +121,19 @@ __device__ __forceinline__ uint32 largestMagnitudes(uint32 a, uint32 b) {
     return larger;
 }
 
+// Of two pairs of 16-bit floats the larger in each half, of a and of -b with kNegated; NaN wins.
+template <int kDtype, bool kNegated>
+__device__ __forceinline__ uint32 largestPairs(uint32 a, uint32 b) {
+    uint32 larger;
+    if constexpr (kNegated) {
+        if constexpr (kDtype == kFloat16) asm("neg.f16x2 %0, %0;" : "+r"(b));
+        else asm("neg.bf16x2 %0, %0;" : "+r"(b));
+    }
+    if constexpr (kDtype == kFloat16) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+    return larger;
+}
+
 // The larger of |a| and |b|, NaN where one of them is.
 __device__ __forceinline__ float largerMagnitude(float a, float b) {
     float larger;

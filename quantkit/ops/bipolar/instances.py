@@ -168,13 +168,13 @@ def gemv_unit(weight_bits: int, groups: int, zero: bool = False) -> CompileUnit:
     return CompileUnit(_GEMV, "bipolarGemv", (weight_bits, groups, zero))
 
 
-def quantize_unit(planes: int, dtype: int) -> CompileUnit:
-    """bipolar_quantize for a number of planes, or 0 for bytes."""
-    return CompileUnit(_QUANTIZE, "bipolarQuantize", (planes, dtype))
+def quantize_unit(planes: int, dtype: int, zero: bool = False) -> CompileUnit:
+    """bipolar_quantize for a number of planes, or 0 for bytes. zero: with zero points."""
+    return CompileUnit(_QUANTIZE, "bipolarQuantize", (planes, dtype, zero))
 
 
 def quantize_rotated_unit(planes: int, dtype: int) -> CompileUnit:
-    """The same for rotated inputs and zero points."""
+    """The same for rotated inputs, with zero points or without."""
     return CompileUnit(_QUANTIZE_ROTATED, "bipolarQuantizeRotated", (planes, dtype))
 
 
@@ -192,7 +192,7 @@ def binary_pairs() -> list[tuple[int, int]]:
 def bipolar_units(row: Architecture) -> Iterator[CompileUnit]:
     """Every bipolar instance that can be asked for on a GPU generation."""
     for dtype in range(_DTYPES):
-        yield from (quantize_unit(planes, dtype) for planes in range(MAX_BITS + 1))
+        yield from (quantize_unit(planes, dtype, zero) for planes in range(MAX_BITS + 1) for zero in (False, True))
         yield from (quantize_rotated_unit(planes, dtype) for planes in range(MAX_BITS + 1))
     for weight_bits in range(1, MAX_BITS + 1):
         yield expand_unit(weight_bits)

@@ -66,11 +66,11 @@ def quantize_launch(tensors: Mapping[str, Tensor], coding: ActCoding, *, as_byte
         "perToken": int(coding.per_token),
     }
     planes, dtype = 0 if as_bytes else coding.bits, DTYPE_CODES[x.dtype]
-    unit = quantize_unit(planes, dtype)
-    if coding.zero or coding.rotated:
+    unit = quantize_unit(planes, dtype, coding.zero)
+    if coding.rotated:
         unit = quantize_rotated_unit(planes, dtype)
-        width = block_width(k) if coding.rotated else 0
-        args |= {"zero": int(coding.zero), "width": width, "root": inverse_root(width) if width else 1.0}
+        width = block_width(k)
+        args |= {"zero": int(coding.zero), "width": width, "root": inverse_root(width)}
     return Launch(
         unit,
         x.device,

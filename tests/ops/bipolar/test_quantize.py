@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.formats.bipolar import ActCoding, nearest_codes, quantize_activations
+from quantkit.formats.bipolar import ActCoding, nearest_codes, quantize_activations, quantize_with_zero
 from quantkit.formats.planes import pack_codes
 from quantkit.ops.bipolar.launch import quantize_tiles
 from tests.ops.bipolar.problem import lines_of
@@ -23,22 +23,27 @@ CLIPS = [1.0, 0.37, ALL_ONES, 8 * ALL_ONES, 3.0, 255.0, 1.5 * 2**-24, 2**-20 * A
 """Ends of the range per tensor: plain, ties at integers, and steps behind which quotients under- or overflow."""
 
 
-def check(x: Tensor, clip: float, act_bits: int, per_token: bool) -> None:
-    """Raise AssertionError where the kernel does not give the reference's codes, sums and steps.
+def check(x: Tensor, clip: float, coding: ActCoding) -> None:
+    """Raise AssertionError where the kernel does not give the reference's codes, sums, steps and zero points.
 
     A quotient that is NaN has no code of the reference's; the kernel's must be 0.
     """
     act_clip = torch.tensor([clip])
-    codes, step = quantize_activations(x, act_clip, act_bits, per_token)
+    if coding.zero:
+        codes, step, zero = quantize_with_zero(x, act_clip, coding.bits)
+    else:
+        (codes, step), zero = quantize_activations(x, act_clip, coding.bits, coding.per_token), None
     codes[(x.float() / torch.where(step > 0, step, 1.0)).isnan()] = 0
     for as_bytes in (False, True):
-        made = quantize_tiles(x.cuda(), act_clip.cuda(), ActCoding(act_bits, per_token), as_bytes=as_bytes)
-        lines = codes[None] if as_bytes else pack_codes(codes, act_bits)
+        made = quantize_tiles(x.cuda(), act_clip.cuda(), coding, as_bytes=as_bytes)
+        lines = codes[None] if as_bytes else pack_codes(codes, coding.bits)
         stored = lines_of(made.tiles, x.shape[0], as_bytes=as_bytes)
-        told = f"{clip=} {act_bits=} {per_token=} {as_bytes=}"
+        told = f"{clip=} {coding=} {as_bytes=}"
         assert torch.equal(stored[..., : lines.shape[2]], lines), told
         assert not stored[..., lines.shape[2] :].any(), told
-        assert torch.equal(made.sums.cpu(), codes.sum(1, dtype=torch.int32)), told
+        sums = made.sums.cpu().view(-1, x.shape[0])
+        assert torch.equal(sums[0], codes.sum(1, dtype=torch.int32)), told
+        assert zero is None or torch.equal(sums[1], 2 * zero[:, 0]), told
         torch.testing.assert_close(made.steps.cpu(), step[:, 0], rtol=0, atol=0, equal_nan=True, msg=told)
 
 
@@ -75,10 +80,12 @@ def test_every_value_over_hard_steps(act_bits: int, dtype: torch.dtype) -> None:
     values = every_value(dtype)
     finite = values[values.isfinite()][None]
     for clip in CLIPS:
-        check(finite, clip, act_bits, False)
-        check(finite.roll(1, dims=1), clip, act_bits, False)
-    check(values, CLIPS[1], act_bits, False)
-    check(finite, CLIPS[1], act_bits, True)
+        check(finite, clip, ActCoding(act_bits, False))
+        check(finite.roll(1, dims=1), clip, ActCoding(act_bits, False))
+    check(values, CLIPS[1], ActCoding(act_bits, False))
+    for zero in (False, True):
+        check(finite, CLIPS[1], ActCoding(act_bits, True, zero))
+        check(finite[finite.abs() < 8][None], CLIPS[1], ActCoding(act_bits, True, zero))
 
 
 @pytest.mark.cuda
@@ -88,8 +95,11 @@ def test_every_value_over_hard_steps(act_bits: int, dtype: torch.dtype) -> None:
 def test_hard_rows(act_bits: int, columns: int, dtype: torch.dtype) -> None:
     for rows in hard_rows(dtype, columns):
         for per_token in (True, False):
-            check(rows, 0.7, act_bits, per_token)
-        check(rows, 1.0, act_bits, True)
+            check(rows, 0.7, ActCoding(act_bits, per_token))
+        check(rows, 1.0, ActCoding(act_bits, True))
+        bounded_below = rows.masked_fill(rows == -float("inf"), float("inf"))  # else the reference has no zero point
+        for clip in (0.7, 1.0):
+            check(bounded_below, clip, ActCoding(act_bits, True, True))
 
 
 @pytest.mark.cuda
@@ -131,3 +141,18 @@ def test_the_shorter_arithmetic_of_the_kernel_gives_the_codes(limit_bits: int) -
     down = ((u * 0.5 + 0.5 - 2.0**-8) * 256).ceil() / 256
     codes = torch.where(torch.arange(x.shape[1]) % 2 == 0, up.floor(), down.floor())
     assert torch.equal(codes.to(torch.uint8), nearest_codes(x, step, limit_bits))
+
+
+def test_two_corrections_give_the_quotient_of_any_two_significands() -> None:
+    """What fp32 inputs and rotated ones take: random significands, the hardest divisors, and quotients near ties."""
+    count = 1 << 20
+    numerator, divisor, quotient = (1 + torch.randint(0, 1 << 23, (count,)).float() * 2.0**-23 for _ in range(3))
+    short = torch.randint(1 << 12, 1 << 13, (count,)).float()
+    near_ties = ((quotient.double() + 2.0**-24) * short.double()).float()
+    hardest = ALL_ONES - torch.arange(count).remainder(64) * 2.0**-23
+    for x, step in ((numerator, divisor), (near_ties, short), (numerator, hardest), (-numerator, hardest)):
+        inverse = 1 / step
+        found = x * inverse
+        for _ in range(2):
+            found = fused(fused(-found, step, x), inverse, found)
+        assert torch.equal(found, x / step)
