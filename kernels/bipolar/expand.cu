@@ -10,21 +10,6 @@
 
 constexpr int kWarps = QK_EXPAND_WARPS, kWarpRows = kBlockRows / kWarps;
 constexpr int kWordsAhead = 16;  // per lane, on their way from memory
-constexpr int kChunkWords = kChunkBytes / sizeof(uint32);
-
-// Word i of lane t of four neighbouring lanes becomes word t of lane i.
-__device__ __forceinline__ void transposeWords(uint32 (&words)[kChunkWords]) {
-#pragma unroll
-    for (int distance = kChunkWords / 2; distance > 0; distance /= 2) {
-        const bool upper = threadIdx.x & distance;
-#pragma unroll
-        for (int i = 0; i < kChunkWords; i++) {
-            if (i & distance) continue;
-            const uint32 other = __shfl_xor_sync(kFullWarp, upper ? words[i] : words[i + distance], distance);
-            (upper ? words[i] : words[i + distance]) = other;
-        }
-    }
-}
 
 template <int kWeightBits>
 __global__ void __launch_bounds__(kWarps * kWarpSize)

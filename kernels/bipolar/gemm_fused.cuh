@@ -1,12 +1,13 @@
 // y[M, N] = x W^T + bias on Hopper's INT8 warpgroup products (sm_90a), from planes of W as they lie and
 // one byte per code of x. Planes become codes in registers, so a weight is read once, in its own bits.
 //
-// Formula and operand order: planes.cuh (Bipolar-INT sections 3.2, 4.1). The problem is transposed: W is the operand A, 64
+// What gemm_fused.cu and gemm_grouped.cu share; the latter has a scale per row and line, and turns planes into signed
+// values. Formula and operand order: planes.cuh (Bipolar-INT sections 3.2, 4.1). The problem is transposed: W is the operand A, 64
 // rows a consumer warpgroup, in registers; tokens are the columns of B, in shared memory.
 //
 //   block    kWarpgroups consumer warpgroups and one whose warps bring them what they need: of planes and of x a thread of
 //            a warp each (bulk copies), of sums, scales and biases two warps
-//   slot     planes of 64 rows, 1024 columns: 8 KiB a plane, one copy. Consumers take turns in the ring of slots
+//   slot     planes of 64 rows, 1024 columns: 8 KiB a plane, one copy; and their scales. Consumers take turns in the ring
 //   stage    kStageLines lines of 128 columns of x, 32 KiB, for all consumers
 //   step     32 columns: a lane has a word of every plane of rows g and g + 8, which is 32 columns of chunk c, of the line
 //            whose four steps it takes part in (CodeWords)
@@ -31,6 +32,7 @@ constexpr int kSlabIntegers = kSlabTokens * kSlabRow;
 struct FusedProblem {
     const uint8* xTiles;
     const uint8* wTiles;
+    const uint8* scaleTiles;  // where slots have scales, see kScaleBytes
     uint32* partials;  // see SharedItem
     uint32* ready;
     int M, N, K, rowTiles, tokenTiles, tokenBand, wholeItems;  // tiles: of items along N and M
@@ -44,7 +46,7 @@ template <int kBits_, int kTokens_, int kWarpgroups_>
 struct FusedShape {
     static constexpr int kBits = kBits_, kTokens = kTokens_, kWarpgroups = kWarpgroups_, kPartners = 1;
     static constexpr int kConsumers = kWarpgroups * kWarpgroup;  // threads
-    static constexpr int kSlotBytes = kBits * kPlaneBytes;
+    static constexpr int kPlanesBytes = kBits * kPlaneBytes, kScaleBytes = 0, kSlotBytes = kPlanesBytes;
     static constexpr int kTokenBytes = kTokens * kLineBytes;     // a line of all tokens
     static constexpr int kStageLines = kStageBytes / kTokenBytes;
     static constexpr int kRows = kWarpgroups * kBlockRows;
@@ -55,6 +57,7 @@ struct FusedShape {
     static_assert(kGroups % 2 == 0, "a stretch ends where it began, in the first of two groups' registers");
     using Work = BlockWork<kPartners>;
     static_assert(kChunksPerLine % kStageLines == 0, "a stage is of one stretch");
+    static constexpr bool kTurns = kWarpgroups == 2;  // see Turns
 };
 
 // A place in a ring of kCount, and the parity of its barriers' phase.
@@ -91,8 +94,12 @@ __device__ __forceinline__ void copyPlanes(const FusedProblem& p, uint32 slots, 
             for (int c = 0; c < S::kWarpgroups; ++c, place.advance()) {
                 const size_t tile = size_t(min(first + c, lastBlock)) * work.kTiles + k;
                 barrierWait(&empty[place.at], place.parity);
+                const uint32 to = slots + place.at * S::kSlotBytes;
                 barrierExpect(&full[place.at], S::kSlotBytes);
-                copyBulk(slots + place.at * S::kSlotBytes, p.wTiles + tile * S::kSlotBytes, S::kSlotBytes, &full[place.at]);
+                copyBulk(to, p.wTiles + tile * S::kPlanesBytes, S::kPlanesBytes, &full[place.at]);
+                if constexpr (S::kScaleBytes > 0) {
+                    copyBulk(to + S::kPlanesBytes, p.scaleTiles + tile * S::kScaleBytes, S::kScaleBytes, &full[place.at]);
+                }
             }
         }
     }
@@ -132,23 +139,32 @@ __device__ __forceinline__ void copyX(const FusedProblem& p, uint32 stages, uint
     }
 }
 
-// The codes of one line for the four steps of a lane: [step][register of operand A]. row: address of row g's word of
-// chunk 0, before the swizzle.
+// A lane's word of every plane of a line, of row g (kLower: of row g + 8). row: address of row g's word of chunk 0, before
+// the swizzle. Words: as CodeWords.
+template <class Words, int kBits, bool kLower>
+__device__ __forceinline__ Words wordsOfLine(uint32 row, int line, int g) {
+    uint32 planes[kBits];
+#pragma unroll
+    for (int i = 0; i < kBits; ++i) {
+        planes[i] = loadShared4(row + chunkOffset(line, g) + i * kPlaneBytes + (kLower ? 8 * kLineBytes : 0));
+    }
+    return Words(planes);
+}
+
+// The codes of one step of a lane: registers of operand A.
+template <class Words>
+__device__ __forceinline__ void codesOfStep(const Words& upper, const Words& lower, int step, uint32 (&codes)[4]) {
+    codes[0] = upper.codes(2 * step), codes[1] = lower.codes(2 * step);
+    codes[2] = upper.codes(2 * step + 1), codes[3] = lower.codes(2 * step + 1);
+}
+
 template <class S>
 __device__ __forceinline__ void expandLine(uint32 row, int line, int g, uint32 (&codes)[kSteps][4]) {
-    const uint32 from = row + chunkOffset(line, g);
-    uint32 upper[S::kBits], lower[S::kBits];
+    using Words = CodeWords<S::kBits>;
+    const Words upper = wordsOfLine<Words, S::kBits, false>(row, line, g);
+    const Words lower = wordsOfLine<Words, S::kBits, true>(row, line, g);
 #pragma unroll
-    for (int i = 0; i < S::kBits; ++i) {
-        upper[i] = loadShared4(from + i * kPlaneBytes);
-        lower[i] = loadShared4(from + i * kPlaneBytes + 8 * kLineBytes);
-    }
-    const CodeWords<S::kBits> ofUpper(upper), ofLower(lower);
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-        codes[s][0] = ofUpper.codes(2 * s), codes[s][1] = ofLower.codes(2 * s);
-        codes[s][2] = ofUpper.codes(2 * s + 1), codes[s][3] = ofLower.codes(2 * s + 1);
-    }
+    for (int s = 0; s < kSteps; ++s) codesOfStep(upper, lower, s, codes[s]);
 }
 
 // The codes of a group of lines, from this one on.
@@ -156,9 +172,10 @@ template <class S>
 struct GroupCodes {
     uint32 codes[S::kGroupLines][kSteps][4];
 
-    __device__ __forceinline__ void expand(uint32 row, int first, int g) {
+    // slot: its address; row: offset of the word of row g in it.
+    __device__ __forceinline__ void expand(uint32 slot, uint32 row, int first, int g) {
 #pragma unroll
-        for (int i = 0; i < S::kGroupLines; ++i) expandLine<S>(row, first + i, g, codes[i]);
+        for (int i = 0; i < S::kGroupLines; ++i) expandLine<S>(slot + row, first + i, g, codes[i]);
     }
 };
 
@@ -171,6 +188,28 @@ __device__ __forceinline__ void multiplyLine(int* acc, const uint32 (&codes)[kSt
                                               codes[s][3], operandDescriptor(x + s * kWgmmaDepthBytes));
     }
 }
+
+// Two consumer warpgroups take turns with their products. Left alone they stay in step: both multiply, then both do what
+// is to be done with sums and planes, while the tensor cores wait. A turn is handed on when its products are queued.
+template <class S>
+struct Turns {
+    static constexpr int kFirstBarrier = S::kWarpgroups + 1 + kLineSets;  // behind those of slabs and lines
+    int own;
+
+    __device__ __forceinline__ void begin() const {
+        if (own == 1) handOn();
+    }
+    __device__ __forceinline__ void wait() const {
+        if constexpr (S::kTurns) namedSync(kFirstBarrier + own, S::kConsumers);
+    }
+    __device__ __forceinline__ void handOn() const {
+        if constexpr (S::kTurns) namedArrive(kFirstBarrier + 1 - own, S::kConsumers);
+    }
+    // Behind the last products: what was handed on to the first warpgroup is taken.
+    __device__ __forceinline__ void end() const {
+        if (own == 0) wait();
+    }
+};
 
 // The stages of x as a consumer warpgroup sees them.
 template <class S, int kStages>
@@ -195,59 +234,34 @@ struct StagesOfX {
 };
 
 // The slots of planes as a warp of a consumer warpgroup sees them, and the codes of the next group of lines.
-template <class S, int kSlots>
+template <class S, class Codes, int kSlots>
 struct SlotsOfW {
     uint32 start, row;  // row: offset of the word of row g, see expandLine
     uint64 *full, *empty;
     int g;
     int left;  // stretches of this block that have not begun
     RingPlace<kSlots> place;
-    GroupCodes<S> first;  // of the stretch that comes next
+    Codes first;  // of the stretch that comes next
 
-    __device__ __forceinline__ uint32 address() const { return start + place.at * S::kSlotBytes + row; }
+    __device__ __forceinline__ uint32 slot() const { return start + place.at * S::kSlotBytes; }
     __device__ __forceinline__ void begin() {
         if (left-- <= 0) return;
         barrierWait(&full[place.at], place.parity);
-        first.expand(address(), 0, g);
+        first.expand(slot(), row, 0, g);
     }
-    // All of a slot is in registers: go on to the next.
-    __device__ __forceinline__ void next() {
+    __device__ __forceinline__ void release() {
         __syncwarp();
         if (threadIdx.x % kWarpSize == 0) barrierArrive(&empty[place.at]);
         place.advance(S::kWarpgroups);
+    }
+    // All of a slot is in registers: go on to the next.
+    __device__ __forceinline__ void next() {
+        release();
         begin();
     }
+    // The same where the caller expands the next slot's first line; behind the last slot there are bytes of no use.
+    __device__ __forceinline__ void turn() {
+        release();
+        if (left-- > 0) barrierWait(&full[place.at], place.parity);
+    }
 };
-
-// The products of a slot's 1024 columns, or of the fewer lines that K has left.
-template <class S, int kStages, int kSlots>
-__device__ __forceinline__ void multiplyStretch(int* acc, StagesOfX<S, kStages>& x, SlotsOfW<S, kSlots>& w, int count) {
-    if (count < kChunksPerLine) {
-#pragma unroll 1
-        for (int line = 0; line < count; ++line) {
-            uint32 codes[kSteps][4];
-            expandLine<S>(w.address(), line, w.g, codes);
-            const uint32 from = x.line(line);
-            productFence();
-            multiplyLine<S>(acc, codes, from);
-            productCommit();
-            x.finish(line, count);
-        }
-        w.next();
-        return;
-    }
-    GroupCodes<S> second;
-#pragma unroll
-    for (int group = 0; group < S::kGroups; ++group) {
-        const int line = group * S::kGroupLines;
-        const GroupCodes<S>& own = group % 2 ? second : w.first;
-        const uint32 from = x.line(line);
-        productFence();
-#pragma unroll
-        for (int i = 0; i < S::kGroupLines; ++i) multiplyLine<S>(acc, own.codes[i], from + i * S::kTokenBytes);
-        productCommit();
-        if (group + 1 == S::kGroups) w.next();  // while these products run
-        else (group % 2 ? w.first : second).expand(w.address(), line + S::kGroupLines, w.g);
-        x.finish(line + S::kGroupLines - 1, kChunksPerLine);
-    }
-}

@@ -20,6 +20,7 @@ constexpr int kLineBytes = QK_LINE_BYTES;
 constexpr int kChunkBytes = QK_CHUNK_BYTES;
 constexpr int kOrderRows = QK_ORDER_ROWS;  // rows of W among which features have an order of their own
 constexpr int kChunksPerLine = kLineBytes / kChunkBytes;
+constexpr int kChunkWords = kChunkBytes / sizeof(uint32);
 constexpr int kBitsPerLine = kLineBytes * kBitsPerByte;
 constexpr int kPlaneBytes = kBlockRows * kLineBytes;  // one plane of one block of one k tile
 
@@ -31,6 +32,20 @@ __device__ __forceinline__ size_t lineOffset(int row, int kTile, int kTiles, int
 
 // Byte offset of chunk c within the line of a row.
 __device__ __forceinline__ int chunkOffset(int chunk, int row) { return (chunk ^ (row % 8)) * kChunkBytes; }
+
+// Word i of lane t of four neighbouring lanes becomes word t of lane i.
+__device__ __forceinline__ void transposeWords(uint32 (&words)[kChunkWords]) {
+#pragma unroll
+    for (int distance = kChunkWords / 2; distance > 0; distance /= 2) {
+        const bool upper = threadIdx.x & distance;
+#pragma unroll
+        for (int i = 0; i < kChunkWords; i++) {
+            if (i & distance) continue;
+            const uint32 other = __shfl_xor_sync(kFullWarp, upper ? words[i] : words[i + distance], distance);
+            (upper ? words[i] : words[i + distance]) = other;
+        }
+    }
+}
 
 // Transpose blocks of kGroup x kGroup bits: afterwards bit i of each block of words[p] is bit p of that block of words[i].
 // Blocks exchange their quarters, then these quarters theirs ...
@@ -64,6 +79,27 @@ struct CodeWords {
         exchangeBits<kGroup>(words);
     }
     __device__ __forceinline__ uint32 codes(int i) const { return words[i % kGroup] >> i / kGroup * kGroup & kMask; }
+};
+
+// The same as signed bytes: the value 2 u - (2^p - 1) of a code u of p bits, times 2^(7 - p). In the top bits of a byte
+// that is u with its first bit inverted and a one behind its last.
+template <int kBits>
+struct SignedCodeWords {
+    static_assert(kBits < 8, "a value of 8 bits takes 9 with its sign");
+    static constexpr int kGroup = CodeWords<kBits>::kGroup, kFirst = kGroup - kBits;  // place of a code in its block
+    static constexpr uint32 kEveryByte = 0x01010101u;
+    static constexpr uint32 kMask = kEveryByte * (((1u << kBits) - 1) << (8 - kBits));
+    static constexpr uint32 kSigns = kEveryByte * (0x80u | 1u << (7 - kBits));
+    uint32 words[kGroup];
+
+    __device__ __forceinline__ explicit SignedCodeWords(const uint32 (&planes)[kBits]) {
+#pragma unroll
+        for (int i = 0; i < kGroup; i++) words[i] = i < kFirst ? 0 : planes[i < kFirst ? 0 : i - kFirst];
+        exchangeBits<kGroup>(words);
+    }
+    __device__ __forceinline__ uint32 codes(int i) const {
+        return (words[i % kGroup] << (8 - kGroup - i / kGroup * kGroup) & kMask) ^ kSigns;
+    }
 };
 
 // The feature in row r of a weight tile: among 32 rows, bits c c t t e of the row number are bits t t c c e of the

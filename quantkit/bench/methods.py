@@ -59,9 +59,9 @@ METHOD_NAMES: tuple[MethodName, ...] = (
         lambda found: BcqSpec(int(found[1]), _group(found[2]), offset=False),
     ),
     MethodName(
-        re.compile(r"bipolar-w(\d)a(\d+)"),
+        re.compile(r"bipolar-w(\d)a(\d+)(?:-g(\d+))?"),
         "bipolar-w2a2",
-        lambda found: BipolarSpec(int(found[1]), int(found[2])),
+        lambda found: BipolarSpec(int(found[1]), int(found[2]), _group(found[3] or "row")),
     ),
     MethodName(
         re.compile(r"trellis-w(\d)"),

@@ -1,9 +1,10 @@
-"""What zero points and rotated inputs cost a bipolar product: microseconds of the whole op, beside the op without.
+"""What zero points, rotated inputs and groups cost a bipolar product: microseconds of the whole op, beside it without.
 
 python scripts/bipolar/compare_coding.py --bits w4a8,w4a4 --shapes 1x4096x4096,1024x4096x4096 --json coding.json
 
 Shapes are tokens x out_features x in_features. Each variant is captured in a CUDA graph of several calls and replayed
 in turns with the others; a time is the median of the replays, over the calls. The weight stays in L2 where it fits.
+Groups are of 128 columns, of weights of at most 7 bits.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ import torch
 
 from quantkit.bench.report import environment
 from quantkit.errors import BenchError
+from quantkit.formats.bipolar import BipolarSpec
 from quantkit.formats.planes import pack_codes
+from quantkit.ops.bipolar.grouped import grouped_weight, takes_groups
 from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight
-from quantkit.ops.bipolar.op import BipolarPreparedLinear, bipolar_prepared_linear
+from quantkit.ops.bipolar.op import BipolarPreparedLinear, bipolar_grouped_linear, bipolar_prepared_linear
 from quantkit.runtime.cuda_graph import capture
 from scripts.common import command_line, markdown_table, needed_gpu, run_script, write_document
 
 VARIANTS = {"plain": (False, False), "zero": (True, False), "rotated": (False, True), "both": (True, True)}
 """Name: whether tokens have zero points, whether inputs are rotated."""
+GROUPED = {"groups": (False, False), "groups and both": (True, True)}
+"""The same with a scale per row and group."""
+GROUP_SIZE = 128
 REPLAYS = 25
 MANY_TOKENS, CALLS, CALLS_OF_MANY = 1024, 20, 4  # of a graph; from so many tokens on
 
@@ -44,9 +50,19 @@ def _variants(bits: tuple[int, int], shape: tuple[int, int, int], device: torch.
         act_bits,
         True,
     )
-    ops = {name: plain._replace(act_zero=zero, rotate_inputs=rotate) for name, (zero, rotate) in VARIANTS.items()}
-    calls = _calls(tokens)
-    return {name: capture([partial(bipolar_prepared_linear, *op)] * calls, device) for name, op in ops.items()}
+    calls = {
+        name: partial(bipolar_prepared_linear, *plain._replace(act_zero=zero, rotate_inputs=rotate))
+        for name, (zero, rotate) in VARIANTS.items()
+    }
+    if takes_groups(BipolarSpec(weight_bits, act_bits, GROUP_SIZE), in_features, device):
+        scales = torch.full((out_features, -(-in_features // GROUP_SIZE)), 0.01).half()
+        weight = grouped_weight(planes.to(device), scales.to(device), GROUP_SIZE, in_features)
+        tensors = weight.tiles, weight.scale_tiles, weight.offsets
+        for name, coding in GROUPED.items():
+            calls[name] = partial(
+                bipolar_grouped_linear, plain.x, *tensors, plain.act_clip, None, act_bits, True, *coding
+            )
+    return {name: capture([call] * _calls(tokens), device) for name, call in calls.items()}
 
 
 def _calls(tokens: int) -> int:
@@ -91,8 +107,9 @@ def main() -> None:
             found = measure((two[0], two[1]), (three[0], three[1], three[2]), device)
             document["entries"].append({"bits": name, "shape": list(three), "microseconds": found})
             write_document(options.json, document)
-            rows.append((f"{name} {text}", *(f"{value:.1f}" for value in found.values())))
-    print(markdown_table(("product", *VARIANTS), rows, left=1))
+            columns = (*VARIANTS, *GROUPED)
+            rows.append((f"{name} {text}", *(f"{found[each]:.1f}" if each in found else "" for each in columns)))
+    print(markdown_table(("product", *VARIANTS, *GROUPED), rows, left=1))
 
 
 if __name__ == "__main__":

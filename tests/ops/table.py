@@ -29,7 +29,12 @@ def samples_on(op: Op, device: torch.device) -> Iterator[Any]:
 
 
 def is_asked_for(sample: Any, row: Architecture) -> bool:
-    """Whether a GPU of this generation gets the sample: its bcq kernels by name, nibbles where it has INT4 products."""
+    """Whether a GPU of this generation gets the sample.
+
+    Its bcq kernels by name, nibbles where it has INT4 products, scales in tile order where a kernel reads them.
+    """
+    if hasattr(sample, "scale_tiles"):
+        return Kernel.BIPOLAR_GROUPED_WGMMA in row.kernels
     named, acts = getattr(sample, "implementation", "auto"), getattr(sample, "act_tiles", None)
     packed = getattr(sample, "packed", False) or (acts is not None and acts.dtype == torch.uint8)
     if named == ExpertsKernel.GEMV:

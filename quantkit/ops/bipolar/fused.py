@@ -1,13 +1,13 @@
-"""The product that turns weight planes into codes in registers: its instances, their layout for a problem, its launch.
+"""The products that turn weight planes into codes in registers: their instances, layouts for a problem, and launches.
 
-kernels/bipolar/gemm_fused.cu draws it.
+kernels/bipolar/gemm_fused.cuh draws them: with a scale per row of the weight, and with one per row and group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import ceil
 
 import torch
@@ -23,6 +23,7 @@ from quantkit.formats.planes import MAX_BITS
 from quantkit.ops.bipolar.instances import (
     BARRIER_BYTES,
     CONSTANTS,
+    GROUPED_BITS,
     LINE_SETS,
     LINE_STRUCT_BYTES,
     SHARED_ALIGNMENT,
@@ -30,28 +31,35 @@ from quantkit.ops.bipolar.instances import (
     WGMMA_SHARED_BYTES,
 )
 from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES
-from quantkit.ops.bipolar.product import Product
+from quantkit.ops.bipolar.product import GroupedProduct, Product
 from quantkit.ops.items import SHARED_ITEMS, TOKEN_BAND, shares
 
 _STAGE_BYTES = 32 << 10
-_SOURCE = KernelSource("bipolar/gemm_fused.cu", {**CONSTANTS, "FUSED_STAGE_BYTES": _STAGE_BYTES})
+_CONSTANTS = {**CONSTANTS, "FUSED_STAGE_BYTES": _STAGE_BYTES}
+_SOURCE = KernelSource("bipolar/gemm_fused.cu", _CONSTANTS)
+_GROUPED = KernelSource("bipolar/gemm_grouped.cu", _CONSTANTS)
 TOKEN_TILES = (32, 64, 128, 256)
 """Tokens of an item."""
+_GROUPED_TOKENS = 128
 _MANY_TOKENS = 128  # from which stages of x are short
 _MOST_SLOTS, _MOST_STAGES = 8, 4
-_WORD_BYTES = 4
+_WORD_BYTES, _SCALE_BYTES = 4, 2
+_LINES = BITS_PER_LINE // LINE_BYTES  # of 128 columns, in a slot
 # Clocks as the layouts are compared by, of an H200: of a product per column, bytes of a processor per clock from L2
 # and from memory, and of sums that pass through L2; and what handing these over takes at least.
 _COLUMN_CLOCKS = 16
 _L2_RATE, _MEMORY_RATE, _SUMS_RATE = 28, 18, 10
 _HANDOVER_CLOCKS = 1500
+# Of a warp and a line with groups: of a sum that becomes a float and joins another one, and of expanding the line.
+_SUM_CLOCKS, _LINE_CLOCKS = 2, 120
 
 
 @dataclass(frozen=True)
 class FusedTile:
     """An instance: weight planes and tokens of an item. warpgroups: which multiply, each 64 rows of W.
 
-    slots: of 64 rows and 1024 columns of planes, at least one more than warpgroups. stages: of x.
+    slots: of 64 rows and 1024 columns of planes, at least one more than warpgroups. stages: of x. grouped: whether
+    rows have a scale per group of columns.
     """
 
     weight_bits: int
@@ -59,6 +67,7 @@ class FusedTile:
     warpgroups: int
     slots: int
     stages: int
+    grouped: bool = False
 
     @property
     def threads(self) -> int:
@@ -72,9 +81,16 @@ class FusedTile:
 
     def stretch_clocks(self) -> float:
         """Clocks of 1024 columns of an item: of its products, or of bringing planes and x where that takes longer."""
-        planes, x = self.warpgroups * _slot_bytes(self.weight_bits), self.tokens * BITS_PER_LINE
+        planes, x = self.warpgroups * self.slot_bytes, self.tokens * BITS_PER_LINE
         products = _COLUMN_CLOCKS * self.warpgroups * self.tokens
-        return max(products, (planes + x) / _L2_RATE, planes / _MEMORY_RATE)
+        sums = _LINES * self.warpgroups * (_SUM_CLOCKS * self.tokens // 2 + _LINE_CLOCKS) if self.grouped else 0
+        return max(products, sums, (planes + x) / _L2_RATE, planes / _MEMORY_RATE)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Planes of 64 rows and 1024 columns, and their scales."""
+        scales = _LINES * BLOCK_ROWS * _SCALE_BYTES if self.grouped else 0
+        return self.weight_bits * BLOCK_ROWS * LINE_BYTES + scales
 
     def handover_clocks(self) -> float:
         """Clocks that a block takes for the sums of another one."""
@@ -115,10 +131,6 @@ class FusedPlan:
         return (whole + shared) * self.tile.stretch_clocks() + handover
 
 
-def _slot_bytes(weight_bits: int) -> int:
-    return weight_bits * BLOCK_ROWS * LINE_BYTES
-
-
 def _static_bytes(warpgroups: int, tokens: int) -> int:
     lines = LINE_SETS * (warpgroups * BLOCK_ROWS + tokens) * LINE_STRUCT_BYTES
     return lines + (_MOST_SLOTS + _MOST_STAGES + LINE_SETS) * BARRIER_BYTES
@@ -126,7 +138,7 @@ def _static_bytes(warpgroups: int, tokens: int) -> int:
 
 def _dynamic_bytes(tile: FusedTile) -> int:
     slabs = tile.warpgroups * SLAB_TOKENS * (BLOCK_ROWS + 1) * _WORD_BYTES  # kSlabRow
-    return SHARED_ALIGNMENT + tile.slots * _slot_bytes(tile.weight_bits) + tile.stages * _STAGE_BYTES + slabs
+    return SHARED_ALIGNMENT + tile.slots * tile.slot_bytes + tile.stages * _STAGE_BYTES + slabs
 
 
 def _fits(tile: FusedTile) -> bool:
@@ -134,36 +146,43 @@ def _fits(tile: FusedTile) -> bool:
 
 
 @cache
-def fused_tile(weight_bits: int, tokens: int) -> FusedTile:
+def fused_tile(weight_bits: int, tokens: int, grouped: bool = False) -> FusedTile:
     """The instance for a number of planes and one of TOKEN_TILES: two warpgroups, or one where two find no room.
 
     Slots come before stages of x beyond two, or three of many tokens.
     """
     least = 3 if tokens >= _MANY_TOKENS else 2
     for warpgroups, first in ((2, least), (2, 2), (1, least), (1, 2)):
-        found = [FusedTile(weight_bits, tokens, warpgroups, slots, first) for slots in range(1, _MOST_SLOTS + 1)]
+        sized = partial(FusedTile, weight_bits, tokens, warpgroups, grouped=grouped)
+        found = [sized(slots, first) for slots in range(1, _MOST_SLOTS + 1)]
         best = next((tile for tile in reversed(found) if _fits(tile)), None)
         if best is not None and best.slots > warpgroups:
-            more = [FusedTile(weight_bits, tokens, warpgroups, best.slots, n) for n in range(first, _MOST_STAGES + 1)]
+            more = [sized(best.slots, n) for n in range(first, _MOST_STAGES + 1)]
             return next(tile for tile in reversed(more) if _fits(tile))
     raise AssertionError(f"no room for {weight_bits} planes and {tokens} tokens")
 
 
-def fused_tiles(weight_bits: int) -> list[FusedTile]:
-    """The instances for a number of planes."""
-    return [fused_tile(weight_bits, tokens) for tokens in TOKEN_TILES]
+def fused_tiles(weight_bits: int, grouped: bool = False) -> list[FusedTile]:
+    """The instances for a number of planes. With groups there are two or three sums of everything, so fewer tokens."""
+    sizes = [tokens for tokens in TOKEN_TILES if not grouped or tokens <= _GROUPED_TOKENS]
+    return [fused_tile(weight_bits, tokens, grouped) for tokens in sizes]
 
 
 def fused_unit(tile: FusedTile) -> CompileUnit:
     """bipolar_gemm_fused for a tile; its types are arguments of the launch."""
     sizes = (tile.weight_bits, tile.tokens, tile.warpgroups, tile.slots, tile.stages)
-    return CompileUnit(_SOURCE, "bipolarGemmFused", sizes, _dynamic_bytes(tile))
+    source, name = (_GROUPED, "bipolarGemmGrouped") if tile.grouped else (_SOURCE, "bipolarGemmFused")
+    return CompileUnit(source, name, sizes, _dynamic_bytes(tile))
 
 
 def fused_units(row: Architecture) -> Iterator[CompileUnit]:
     """Every instance that can be asked for on a GPU generation."""
-    for weight_bits in range(1, MAX_BITS + 1) if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels else ():
-        yield from map(fused_unit, fused_tiles(weight_bits))
+    if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels:
+        for weight_bits in range(1, MAX_BITS + 1):
+            yield from map(fused_unit, fused_tiles(weight_bits))
+    if Kernel.BIPOLAR_GROUPED_WGMMA in row.kernels:
+        for weight_bits in range(1, GROUPED_BITS + 1):
+            yield from map(fused_unit, fused_tiles(weight_bits, grouped=True))
 
 
 def fused_layouts(tile: FusedTile, shape: tuple[int, int, int], processors: int) -> Iterator[FusedPlan]:
@@ -176,18 +195,19 @@ def fused_layouts(tile: FusedTile, shape: tuple[int, int, int], processors: int)
 
 
 @cache
-def plan_fused(weight_bits: int, shape: tuple[int, int, int], processors: int) -> FusedPlan:
+def plan_fused(weight_bits: int, shape: tuple[int, int, int], processors: int, grouped: bool = False) -> FusedPlan:
     """The layout expected to be fastest for shape (M, N, K)."""
-    tiles = fused_tiles(weight_bits)
+    tiles = fused_tiles(weight_bits, grouped)
     return min((plan for tile in tiles for plan in fused_layouts(tile, shape, processors)), key=FusedPlan.clocks)
 
 
-def _plan_of(product: Product, gpu: Gpu) -> FusedPlan:
+def _plan_of(product: Product | GroupedProduct, gpu: Gpu) -> FusedPlan:
     m, n = product.y.shape
-    return plan_fused(product.planes[0], (m, n, product.in_features), gpu.processors)
+    grouped = isinstance(product, GroupedProduct)
+    return plan_fused(product.weight_bits, (m, n, product.in_features), gpu.processors, grouped)
 
 
-def fused_work(product: Product, gpu: Gpu, plan: FusedPlan | None = None) -> dict[str, Tensor | None]:
+def fused_work(product: Product | GroupedProduct, gpu: Gpu, plan: FusedPlan | None = None) -> dict[str, Tensor | None]:
     """The memory by which the blocks of a launch hand over sums, by the names of its parameters."""
     plan = plan or _plan_of(product, gpu)
     if not plan.shared_items:
@@ -198,9 +218,15 @@ def fused_work(product: Product, gpu: Gpu, plan: FusedPlan | None = None) -> dic
 
 
 def fused_launch(
-    product: Product, gpu: Gpu, tensors: Mapping[str, Tensor | None], plan: FusedPlan | None = None
+    product: Product | GroupedProduct,
+    gpu: Gpu,
+    tensors: Mapping[str, Tensor | None],
+    plan: FusedPlan | None = None,
 ) -> Launch:
-    """y on the fused product. tensors: those of the product, and its work. plan: another one than the planned."""
+    """y on the fused product, of groups or without.
+
+    tensors: those of the product, and its work. plan: another one than the planned.
+    """
     plan = plan or _plan_of(product, gpu)
     return Launch(
         fused_unit(plan.tile),

@@ -23,6 +23,12 @@ GEMV_PAIRS, GEMV_ROWS = 8, 16
 GEMV_GROUPS = (1, 2, 4)
 """Products of so many pairs that a block of bipolar_gemv keeps."""
 
+GROUPED_BITS = 7
+"""Weight bits, at most, of groups: a signed value of eight takes nine."""
+
+GROUPED_GEMV_GROUPS = 2
+"""Of GEMV_GROUPS, the most that bipolar_gemv_grouped is made for."""
+
 _GEMV_WARPS, _MMA_WARPS, _EXPAND_WARPS = 8, 8, 8
 GEMV_THREADS, MMA_THREADS, EXPAND_THREADS = (n * WARP_THREADS for n in (_GEMV_WARPS, _MMA_WARPS, _EXPAND_WARPS))
 QUANTIZE_WARPS = 16
@@ -69,6 +75,7 @@ CONSTANTS = {
 _WGMMA = KernelSource("bipolar/gemm_wgmma.cu", CONSTANTS)
 _MMA = KernelSource("bipolar/gemm_mma.cu", CONSTANTS)
 _GEMV = KernelSource("bipolar/gemv.cu", CONSTANTS)
+_GEMV_GROUPED = KernelSource("bipolar/gemv_grouped.cu", CONSTANTS)
 _QUANTIZE = KernelSource("bipolar/quantize.cu", CONSTANTS)
 _QUANTIZE_ROTATED = KernelSource("bipolar/quantize_rotated.cu", {**CONSTANTS, **SIGN_CONSTANTS})
 _EXPAND = KernelSource("bipolar/expand.cu", CONSTANTS)
@@ -168,6 +175,11 @@ def gemv_unit(weight_bits: int, groups: int, zero: bool = False) -> CompileUnit:
     return CompileUnit(_GEMV, "bipolarGemv", (weight_bits, groups, zero))
 
 
+def gemv_grouped_unit(weight_bits: int, groups: int) -> CompileUnit:
+    """bipolar_gemv_grouped for one number of weight planes and one of GEMV_GROUPS."""
+    return CompileUnit(_GEMV_GROUPED, "bipolarGemvGrouped", (weight_bits, groups))
+
+
 def quantize_unit(planes: int, dtype: int, zero: bool = False) -> CompileUnit:
     """bipolar_quantize for a number of planes, or 0 for bytes. zero: with zero points."""
     return CompileUnit(_QUANTIZE, "bipolarQuantize", (planes, dtype, zero))
@@ -198,6 +210,11 @@ def bipolar_units(row: Architecture) -> Iterator[CompileUnit]:
         yield expand_unit(weight_bits)
         if Kernel.BIPOLAR_GEMV in row.kernels:
             yield from (gemv_unit(weight_bits, groups, zero) for groups in GEMV_GROUPS for zero in (False, True))
+    if Kernel.BIPOLAR_GROUPED_WGMMA in row.kernels:
+        for weight_bits in range(1, GROUPED_BITS + 1):
+            yield from (
+                gemv_grouped_unit(weight_bits, groups) for groups in GEMV_GROUPS if groups <= GROUPED_GEMV_GROUPS
+            )
     binary = [(p, q, False) for p, q in binary_pairs()]
     for kernel, operands in (
         (Kernel.BIPOLAR_BINARY_WGMMA, binary),

@@ -21,10 +21,12 @@ from quantkit.ops.bipolar.instances import (
     GEMV_PAIRS,
     GEMV_ROWS,
     GEMV_THREADS,
+    GROUPED_GEMV_GROUPS,
     MMA_THREADS,
     QUANTIZE_WARPS,
     WgmmaTile,
     expand_unit,
+    gemv_grouped_unit,
     gemv_unit,
     mma_unit,
     quantize_rotated_unit,
@@ -33,7 +35,7 @@ from quantkit.ops.bipolar.instances import (
 )
 from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES, ORDER_ROWS
 from quantkit.ops.bipolar.plan import BYTE_KERNELS, INT8_KERNELS, WGMMA_KERNELS, best_tile, kernel_for
-from quantkit.ops.bipolar.product import Activations, Product, Weight
+from quantkit.ops.bipolar.product import Activations, GroupedProduct, GroupedWeight, Product, Weight
 
 _fixed = FixedLaunches()
 
@@ -99,16 +101,29 @@ def expand(tiles: Tensor, in_features: int) -> Tensor:
 
 def gemv_launch(product: Product) -> Launch:
     """y from planes of both operands, for few tokens."""
-    (m, n), (act_bits, _) = product.y.shape, product.bits
-    groups = next((g for g in GEMV_GROUPS if m * act_bits <= g * GEMV_PAIRS), GEMV_GROUPS[-1])
-    tokens = groups * GEMV_PAIRS // act_bits
-    return Launch(
-        gemv_unit(product.planes[0], groups, product.zero),
-        product.y.device,
-        grid=(-(-n // ORDER_ROWS) * (ORDER_ROWS // GEMV_ROWS), -(-m // tokens)),
-        block=GEMV_THREADS,
-        args={**product.args(), "actBits": act_bits, "dtype": DTYPE_CODES[product.y.dtype]},
-    )
+    act_bits = product.bits[0]
+    groups = _gemv_groups(product.y.shape[0] * act_bits)
+    unit = gemv_unit(product.planes[0], groups, product.zero)
+    args = {**product.args(), "actBits": act_bits, "dtype": DTYPE_CODES[product.y.dtype]}
+    return Launch(unit, product.y.device, grid=_gemv_grid(product.y, groups, act_bits), block=GEMV_THREADS, args=args)
+
+
+def gemv_grouped_launch(product: GroupedProduct) -> Launch:
+    """The same with scales by group."""
+    act_bits = product.act_bits
+    groups = min(_gemv_groups(product.y.shape[0] * act_bits), GROUPED_GEMV_GROUPS)
+    unit, types = gemv_grouped_unit(product.weight_bits, groups), {"dtype": DTYPE_CODES[product.y.dtype]}
+    args = {**product.args(), "actBits": act_bits, "zero": int(product.zero), **types}
+    return Launch(unit, product.y.device, grid=_gemv_grid(product.y, groups, act_bits), block=GEMV_THREADS, args=args)
+
+
+def _gemv_groups(pairs: int) -> int:
+    return next((groups for groups in GEMV_GROUPS if pairs <= groups * GEMV_PAIRS), GEMV_GROUPS[-1])
+
+
+def _gemv_grid(y: Tensor, groups: int, act_bits: int) -> tuple[int, int]:
+    m, n = y.shape
+    return -(-n // ORDER_ROWS) * (ORDER_ROWS // GEMV_ROWS), -(-m // (groups * GEMV_PAIRS // act_bits))
 
 
 def mma_launch(product: Product, *, as_bytes: bool) -> Launch:
@@ -154,6 +169,27 @@ def multiply(
     operand = replace(weight, tiles=expand(weight.tiles, k)) if kernel in INT8_KERNELS else weight
     product = Product(acts, operand, bias, y, k, (coding.bits, weight_bits), coding.zero, weights_ready)
     run_product(product, kernel, gpu)
+    return y
+
+
+def multiply_grouped(
+    x: Tensor, act_clip: Tensor, weight: GroupedWeight, *, bias: Tensor | None, coding: ActCoding
+) -> Tensor:
+    """y [M, N] of x [M, K] and a prepared weight with scales by group, which nothing queued on x's GPU still writes."""
+    m, k = x.shape
+    y = torch.empty(m, weight.offsets.shape[0], dtype=x.dtype, device=x.device)
+    if not m:
+        return y
+    gpu, few = gpu_of(x.device), m * coding.bits <= GROUPED_GEMV_GROUPS * GEMV_PAIRS
+    acts = quantize_tiles(x.contiguous(), act_clip, coding, as_bytes=not few)
+    product = GroupedProduct(acts, weight, bias, y, k, coding.bits, coding.zero, weights_ready=True)
+    tensors = product.tensors() | ({} if few else fused_work(product, gpu))
+    key = ("grouped", y.dtype, y.shape, k, product.weight_bits, coding.bits, coding.zero)
+
+    def launch() -> Launch:
+        return gemv_grouped_launch(product) if few else fused_launch(product, gpu, tensors)
+
+    _fixed.run(key, launch, y.device, tensors)
     return y
 
 

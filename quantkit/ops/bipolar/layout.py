@@ -20,6 +20,8 @@ ORDER_ROWS = 32
 """Rows of a weight among which its features have an order of their own, see tile_weight."""
 
 _CHUNKS = LINE_BYTES // CHUNK_BYTES
+_LINES = BITS_PER_LINE // LINE_BYTES  # of 128 columns, in a k tile of planes
+_PAIRED = (4, 2, 8)  # a tile's rows: 16 of a warp, the half of these, the row in it
 
 
 def tile_lines(lines: Tensor) -> Tensor:
@@ -53,13 +55,42 @@ def untile_weight(tiles: Tensor, count: int, width: int) -> Tensor:
     return _reorder(untile_lines(tiles, tiles.shape[0] * BLOCK_ROWS, width))[:, :count].contiguous()
 
 
+def tile_scales(scales: Tensor, group_size: int, in_features: int) -> Tensor:
+    """Scales by group, a multiple of 128 columns, to one per line of a weight in tile order.
+
+    scales: [N, G]. Returns [blocks of 64 rows, k tiles of 1024 columns, 8 lines, 64], zeros behind the last row.
+    Of 16 rows of a tile, 8 and 8 take turns: a lane of the kernel reads those of its two rows at once.
+    """
+    assert group_size % LINE_BYTES == 0
+    lines = scales.repeat_interleave(group_size // LINE_BYTES, dim=1)[:, : -(-in_features // LINE_BYTES)]
+    padded = pad(lines, (0, -lines.shape[1] % _LINES, 0, -len(lines) % BLOCK_ROWS))
+    split = _reorder(padded[None])[0].unflatten(0, (-1, *_PAIRED)).unflatten(-1, (-1, _LINES))
+    return split.permute(0, 4, 5, 1, 3, 2).flatten(3).contiguous()  # block, k tile, line, 16 rows, of 8, half
+
+
+def untile_scales(tiles: Tensor, count: int, group_size: int, in_features: int) -> Tensor:
+    """Exact inverse of tile_scales: [blocks, k tiles, 8, 64] -> [count, G]."""
+    blocks, k_tiles = tiles.shape[:2]
+    sixteens, halves, eight = _PAIRED
+    split = tiles.unflatten(3, (sixteens, eight, halves)).permute(0, 3, 5, 4, 1, 2)
+    lines = _reorder(split.reshape(1, blocks * BLOCK_ROWS, k_tiles * _LINES))[0]
+    return lines[:count, : -(-in_features // LINE_BYTES) : group_size // LINE_BYTES].contiguous()
+
+
 def plane_row_sums(bit_planes: Tensor, in_features: int) -> Tensor:
     """Sum of the codes of each row: [bits, N, ceil(K / 8)] uint8 -> [N] int32."""
+    return plane_group_sums(bit_planes, in_features, bit_planes.shape[-1] * BITS_PER_BYTE)[:, 0]
+
+
+def plane_group_sums(bit_planes: Tensor, in_features: int, width: int) -> Tensor:
+    """Sum of the codes of each row and group of ``width`` columns, a multiple of 8: planes as above -> [N, G] int32."""
     assert bit_planes.shape[-1] == packed_width(in_features)
     counts = torch.tensor([bin(byte).count("1") for byte in range(1 << BITS_PER_BYTE)], dtype=torch.int32)
-    sums = torch.zeros(bit_planes.shape[1], dtype=torch.int32, device=bit_planes.device)
+    groups = -(-bit_planes.shape[-1] * BITS_PER_BYTE // width)
+    sums = torch.zeros(bit_planes.shape[1], groups, dtype=torch.int32, device=bit_planes.device)
     for i, plane in enumerate(bit_planes):
-        sums += counts.to(plane.device)[plane.int()].sum(dim=1, dtype=torch.int32) << i
+        ones = pad(counts.to(plane.device)[plane.int()], (0, -plane.shape[1] % (width // BITS_PER_BYTE)))
+        sums += ones.unflatten(1, (groups, -1)).sum(dim=2, dtype=torch.int32) << i
     return sums
 
 

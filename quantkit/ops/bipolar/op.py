@@ -29,9 +29,10 @@ from quantkit.formats.bipolar import (
 from quantkit.formats.hadamard import NARROWEST_BLOCK
 from quantkit.formats.planes import pack_codes, packed_width, unpack_codes
 from quantkit.ops.bcq.op import bcq_linear
-from quantkit.ops.bipolar.launch import multiply
-from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight, untile_weight
-from quantkit.ops.bipolar.product import Weight
+from quantkit.ops.bipolar.grouped import grouped_weight
+from quantkit.ops.bipolar.launch import multiply, multiply_grouped
+from quantkit.ops.bipolar.layout import LINE_BYTES, plane_row_sums, tile_weight, untile_scales, untile_weight
+from quantkit.ops.bipolar.product import GroupedWeight, Weight
 from quantkit.ops.registry import define_op
 
 _FLOAT32_EXACT = 1 << 24  # integers up to here are exact in fp32, so a product whose partial sums stay below is too
@@ -121,6 +122,21 @@ class BipolarPreparedLinear(NamedTuple):
     rotate_inputs: bool = False
 
 
+class BipolarGroupedLinear(NamedTuple):
+    """BipolarPreparedLinear of a weight with scales by group. tiles, scale_tiles, offsets: of a GroupedWeight."""
+
+    x: Tensor
+    tiles: Tensor
+    scale_tiles: Tensor
+    offsets: Tensor
+    act_clip: Tensor
+    bias: Tensor | None
+    act_bits: int
+    per_token: bool
+    act_zero: bool = False
+    rotate_inputs: bool = False
+
+
 def bipolar_linear_reference(op: BipolarLinear) -> Tensor:
     """Quantize x, multiply the integers exactly, scale in fp32, add the bias in x's dtype, round once to x's dtype."""
     x, (in_features, weight_bits) = op.x, (op.x.shape[-1], op.bit_planes.shape[0])
@@ -140,7 +156,7 @@ def bipolar_linear_reference(op: BipolarLinear) -> Tensor:
     return y.to(x.dtype).reshape(*x.shape[:-1], -1)
 
 
-def _coding(op: BipolarLinear | BipolarPreparedLinear) -> ActCoding:
+def _coding(op: BipolarLinear | BipolarPreparedLinear | BipolarGroupedLinear) -> ActCoding:
     return ActCoding(op.act_bits, op.per_token, op.act_zero, op.rotate_inputs)
 
 
@@ -162,10 +178,26 @@ def bipolar_prepared_linear_reference(op: BipolarPreparedLinear) -> Tensor:
     return bipolar_linear_reference(plain)
 
 
+def bipolar_grouped_linear_reference(op: BipolarGroupedLinear) -> Tensor:
+    """bipolar_linear_reference of the weight that the tiles were made from, line by line."""
+    out_features, in_features = op.offsets.shape[0], op.x.shape[-1]
+    planes = untile_weight(op.tiles, out_features, packed_width(in_features))
+    scales = untile_scales(op.scale_tiles, out_features, LINE_BYTES, in_features)
+    rest = op.act_bits, LINE_BYTES, op.per_token, op.act_zero, op.rotate_inputs
+    return bipolar_linear_reference(BipolarLinear(op.x, planes, scales, op.act_clip, op.bias, *rest))
+
+
 def _prepared_linear_cuda(op: BipolarPreparedLinear, *, weights_ready: bool = True) -> Tensor:
     x = op.x.reshape(-1, op.x.shape[-1])
     weight, bias = Weight(op.tiles, op.row_sums, op.scales), None if op.bias is None else op.bias.to(x.dtype)
     y = multiply(x, op.act_clip, weight, bias=bias, coding=_coding(op), weights_ready=weights_ready)
+    return y.reshape(*op.x.shape[:-1], -1)
+
+
+def _grouped_linear_cuda(op: BipolarGroupedLinear) -> Tensor:
+    x = op.x.reshape(-1, op.x.shape[-1])
+    weight, bias = GroupedWeight(op.tiles, op.scale_tiles, op.offsets), None if op.bias is None else op.bias.to(x.dtype)
+    y = multiply_grouped(x, op.act_clip, weight, bias=bias, coding=_coding(op))
     return y.reshape(*op.x.shape[:-1], -1)
 
 
@@ -213,6 +245,8 @@ def bcq_scales(scales: Tensor, weight_bits: int) -> Tensor:
 _SAMPLE_SHAPES = ((1, 5, 40), (7, 65, 1030), (70, 130, 264))  # M, N, K: few tokens for the GEMV, and many
 _SAMPLE_GROUP = 64
 _SAMPLE_BITS = ((1, 2), (3, 4), (4, 8))  # of weight and activations: binary products, INT8 products
+_GROUPED_SHAPES = ((1, 5, 264), (7, 65, 1160), (70, 130, 2048))  # few tokens for the GEMV, and many
+_GROUPED_BITS = ((1, 2), (4, 8), (7, 8))
 _SAMPLE_EXPANDED = ((257, 70, 264), (8, 8))  # many tokens of many planes, which are expanded in memory on any GPU
 
 
@@ -242,6 +276,21 @@ def _prepared_linear_samples() -> Iterator[BipolarPreparedLinear]:
             yield _prepared(op, op.act_clip)
 
 
+def _grouped_linear_samples() -> Iterator[BipolarGroupedLinear]:
+    for (tokens, out_features, in_features), (weight_bits, act_bits) in zip(
+        _GROUPED_SHAPES, _GROUPED_BITS, strict=True
+    ):
+        codes = torch.randint(0, 1 << weight_bits, (out_features, in_features), dtype=torch.uint8)
+        scales = (torch.rand(out_features, -(-in_features // LINE_BYTES)) * 0.01 + 0.001).half()
+        weight = grouped_weight(pack_codes(codes, weight_bits), scales, LINE_BYTES, in_features)
+        x, clip, bias = torch.randn(tokens, in_features), torch.tensor([0.7]), torch.randn(out_features)
+        tensors = weight.tiles, weight.scale_tiles, weight.offsets
+        plain = BipolarGroupedLinear(x, *tensors, clip, bias, act_bits, True)
+        yield plain
+        yield plain._replace(x=x.half(), bias=None, per_token=False)
+        yield plain._replace(x=x.bfloat16(), act_zero=True, rotate_inputs=True)
+
+
 bipolar_linear = define_op(
     "bipolar_linear",
     BipolarLinear,
@@ -257,4 +306,12 @@ bipolar_prepared_linear = define_op(
     cuda=_prepared_linear_cuda,
     fake=lambda op: op.x.new_empty(*op.x.shape[:-1], op.row_sums.shape[0]),
     samples=_prepared_linear_samples,
+)
+bipolar_grouped_linear = define_op(
+    "bipolar_grouped_linear",
+    BipolarGroupedLinear,
+    reference=bipolar_grouped_linear_reference,
+    cuda=_grouped_linear_cuda,
+    fake=lambda op: op.x.new_empty(*op.x.shape[:-1], op.offsets.shape[0]),
+    samples=_grouped_linear_samples,
 )

@@ -11,7 +11,8 @@ from quantkit.cuda.architectures import Architecture, Kernel
 from quantkit.formats.bipolar import largest_act, largest_value
 from quantkit.formats.planes import MAX_BITS
 from quantkit.ops.bipolar.fused import TOKEN_TILES, fused_tile
-from quantkit.ops.bipolar.instances import BINARY_LIMIT, WgmmaTile, wgmma_tiles
+from quantkit.ops.bipolar.instances import BINARY_LIMIT, GROUPED_BITS, WgmmaTile, wgmma_tiles
+from quantkit.ops.bipolar.layout import LINE_BYTES
 
 GEMV_LIMIT = 64
 """(token, plane) pairs up to which the GEMV kernel, which reads the weights once, is taken."""
@@ -100,7 +101,13 @@ def best_tile(planes_w: int, planes_x: int, as_bytes: bool, shape: tuple[int, in
 def path_table(row: Architecture) -> list[tuple[str, str, str]]:
     """(widths, kernel, reason) of every case, equal neighbours merged, for ``quantkit doctor``."""
     widths = range(1, MAX_BITS + 1)
-    lines = [("any, per group or A16", "bcq kernels", "the same weight with scales s * 2^i; activations rounded first")]
+    lines = []
+    if Kernel.BIPOLAR_GROUPED_WGMMA in row.kernels:
+        why = "a line's integer sum becomes a float and takes its scale while other products run"
+        widths_of_groups = f"W1-{GROUPED_BITS}A1-{MAX_BITS}, groups of whole {LINE_BYTES} columns"
+        lines.append((widths_of_groups, Kernel.BIPOLAR_GROUPED_WGMMA.value, why))
+    why = "the same weight with scales s * 2^i; activations rounded first"
+    lines.append(("any other, per group or A16", "bcq kernels", why))
     if Kernel.BIPOLAR_GEMV in row.kernels:
         memory = "memory is the limit: planes are read once"
         sooner = f", INT8 <= {GEMV_LIMIT_BEFORE_FUSED}" if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels else ""

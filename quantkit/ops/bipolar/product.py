@@ -53,6 +53,11 @@ class Product:
         """Of W and x in tile order."""
         return self.weight.tiles.shape[2], self.acts.tiles.shape[2]
 
+    @property
+    def weight_bits(self) -> int:
+        """Planes of W."""
+        return self.planes[0]
+
     def tensors(self) -> dict[str, Tensor | None]:
         """What the kernels of all products take, by the names of their parameters."""
         return {
@@ -75,3 +80,57 @@ class Product:
         """The largest values of both operands, for the kernels that take any bits."""
         act_bits, weight_bits = self.bits
         return {"actLimit": largest_value(act_bits), "weightLimit": largest_value(weight_bits)}
+
+
+@dataclass(frozen=True)
+class GroupedWeight:
+    """A prepared weight with scales by group. tiles: planes, as of Activations.
+
+    scale_tiles: [blocks, k tiles, 8, 64] fp16, a scale per row and line of 128 columns (layout.tile_scales). offsets:
+    [N] fp32, the sum of each row of the weight.
+    """
+
+    tiles: Tensor
+    scale_tiles: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
+class GroupedProduct:
+    """Operands of y [M, N] = x W^T + bias with scales by group, and y. Else as Product; act_bits: of the codes of x."""
+
+    acts: Activations
+    weight: GroupedWeight
+    bias: Tensor | None
+    y: Tensor
+    in_features: int
+    act_bits: int
+    zero: bool = False
+    weights_ready: bool = False
+
+    @property
+    def weight_bits(self) -> int:
+        """Planes of W."""
+        return self.weight.tiles.shape[2]
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What the kernel takes, by the names of its parameters."""
+        return {
+            "xTiles": self.acts.tiles,
+            "wTiles": self.weight.tiles,
+            "scaleTiles": self.weight.scale_tiles,
+            "offsets": self.weight.offsets,
+            "xSums": self.acts.sums,
+            "xSteps": self.acts.steps,
+            "bias": self.bias,
+            "y": self.y,
+        }
+
+    def args(self) -> dict[str, Argument]:
+        """The same and sizes."""
+        m, n = self.y.shape
+        return {**self.tensors(), "M": m, "N": n, "K": self.in_features}
+
+    def limits(self) -> dict[str, Argument]:
+        """The largest code of x."""
+        return {"actLimit": largest_value(self.act_bits)}
