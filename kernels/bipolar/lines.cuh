@@ -18,7 +18,10 @@ template <bool kSmall, bool kZero>
 __device__ __forceinline__ LineOf<kZero> tokenLine(const LineProblem& p, int row) {
     row = min(row, p.M - 1);
     LineOf<kZero> line{tokenTerm(p.xSums[row], p.widths) + (kSmall ? kSmallBits : 0), p.xSteps[row], 0.f};
-    if constexpr (kZero) line.twiceZero = p.zero ? twiceZero<true>(p.xSums, row, p.M) : 1;
+    if constexpr (kZero) {
+        const int found = p.xSums[p.zero ? size_t(p.M) + row : size_t(row)];  // behind no branch: loads overlap
+        line.twiceZero = p.zero ? found : 1;
+    }
     return line;
 }
 
