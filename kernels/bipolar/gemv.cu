@@ -9,13 +9,7 @@
 //
 // kZero: tokens have zero points. Integer sums in a fixed order: results repeat bit for bit. Layouts and formula:
 // planes.cuh.
-#include "planes.cuh"
-#include "../shared/mma.cuh"
-
-constexpr int kWarps = QK_GEMV_WARPS;
-constexpr int kRows = QK_GEMV_ROWS;          // of A
-constexpr int kPairColumns = QK_GEMV_PAIRS;  // of B
-constexpr int kHalfChunks = 4;               // chunks per half line: one per t
+#include "gemv.cuh"
 
 template <int kWeightBits, int kGroups, bool kZero>
 __global__ void __launch_bounds__(kWarps * kWarpSize, kGroups < 4 ? 2 : 1)
@@ -33,15 +27,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, kGroups < 4 ? 2 : 1)
     const int row = blockIdx.x * kRows + g, firstToken = blockIdx.y * tokens;
     const Widths widths{(1 << actBits) - 1, (1 << kWeightBits) - 1};
 
-    const uint8* xLine[kGroups];  // this lane's line of each group in k tile 0, or null where there is no token
-    int xSwizzle[kGroups];
-#pragma unroll
-    for (int n = 0; n < kGroups; n++) {
-        const int column = n * kPairColumns + g, token = firstToken + column / actBits;
-        const bool used = column < tokens * actBits && token < M;
-        xLine[n] = used ? xTiles + lineOffset(token, 0, kTiles, column % actBits, actBits) : nullptr;
-        xSwizzle[n] = token % 8;
-    }
+    const PairLines<kGroups> x(xTiles, firstToken, tokens, M, kTiles, actBits, g);
     int total[kGroups][4] = {};
 #pragma unroll 1
     for (int half = warp; half < 2 * kTiles; half += kWarps) {
@@ -55,11 +41,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, kGroups < 4 ? 2 : 1)
         }
 #pragma unroll
         for (int n = 0; n < kGroups; n++) {
-            uint4 b = make_uint4(0, 0, 0, 0);
-            if (xLine[n] != nullptr) {
-                b = *reinterpret_cast<const uint4*>(xLine[n] + size_t(kTile) * actBits * kPlaneBytes +
-                                                    chunkOffset(chunk, xSwizzle[n]));
-            }
+            const uint4 b = x.chunk(n, kTile, chunk);
 #pragma unroll
             for (int i = 0; i < kWeightBits; i++) {
                 int part[4] = {0, 0, 0, 0};

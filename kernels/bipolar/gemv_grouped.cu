@@ -8,13 +8,7 @@
 // its own, and four lanes exchange words, so that they hold one line together: mma m16n8k128 is then of one scale. One
 // product more, with ones in place of a plane, counts the bits of x. Integers become floats behind every line. Sums over
 // lines are fp32 in a fixed order: results repeat bit for bit.
-#include "planes.cuh"
-#include "../shared/mma.cuh"
-
-constexpr int kWarps = QK_GEMV_WARPS;
-constexpr int kRows = QK_GEMV_ROWS;          // of A
-constexpr int kPairColumns = QK_GEMV_PAIRS;  // of B
-constexpr int kHalfChunks = 4;               // chunks per half line of a plane: one per t
+#include "gemv.cuh"
 
 // Chunk t of four lanes to word t of each of the four chunks.
 __device__ __forceinline__ void exchange(uint4 chunk, uint32 (&words)[kHalfChunks]) {
@@ -36,15 +30,7 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
     const int tokens = kColumns / actBits;  // whole tokens per block, at least 1
     const int row = blockIdx.x * kRows + g, firstToken = blockIdx.y * tokens;
 
-    const uint8* xLine[kGroups];  // this lane's line of each group in k tile 0, or null where there is no token
-    int xSwizzle[kGroups];
-#pragma unroll
-    for (int n = 0; n < kGroups; n++) {
-        const int column = n * kPairColumns + g, token = firstToken + column / actBits;
-        const bool used = column < tokens * actBits && token < M;
-        xLine[n] = used ? xTiles + lineOffset(token, 0, kTiles, column % actBits, actBits) : nullptr;
-        xSwizzle[n] = token % 8;
-    }
+    const PairLines<kGroups> pairs(xTiles, firstToken, tokens, M, kTiles, actBits, g);
     float total[kGroups][4] = {};
 #pragma unroll 1
     for (int half = warp; half < 2 * kTiles; half += kWarps) {
@@ -60,19 +46,12 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
         const size_t stretch = size_t(row / kBlockRows) * kTiles + kTile;
 #pragma unroll
         for (int c = 0; c < kHalfChunks; c++) {
-            const int pair = row % kBlockRows / kRows * kPairColumns + g;
-            scales[c] = scaleTiles[(stretch * kChunksPerLine + first + c) * (kBlockRows / 2) + pair];
+            const int ofRows = row % kBlockRows / kRows * kPairColumns + g;
+            scales[c] = scaleTiles[(stretch * kChunksPerLine + first + c) * (kBlockRows / 2) + ofRows];
         }
         uint32 x[kGroups][kHalfChunks];
 #pragma unroll
-        for (int n = 0; n < kGroups; n++) {
-            uint4 b = make_uint4(0, 0, 0, 0);
-            if (xLine[n] != nullptr) {
-                b = *reinterpret_cast<const uint4*>(xLine[n] + size_t(kTile) * actBits * kPlaneBytes +
-                                                    chunkOffset(chunk, xSwizzle[n]));
-            }
-            exchange(b, x[n]);
-        }
+        for (int n = 0; n < kGroups; n++) exchange(pairs.chunk(n, kTile, chunk), x[n]);
         int dots[kGroups][kHalfChunks][4];
 #pragma unroll
         for (int n = 0; n < kGroups; n++) {

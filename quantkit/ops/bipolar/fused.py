@@ -31,7 +31,7 @@ from quantkit.ops.bipolar.instances import (
     WGMMA_SHARED_BYTES,
 )
 from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES
-from quantkit.ops.bipolar.product import GroupedProduct, Product
+from quantkit.ops.bipolar.product import Product
 from quantkit.ops.items import SHARED_ITEMS, TOKEN_BAND, shares
 
 _STAGE_BYTES = 32 << 10
@@ -201,13 +201,12 @@ def plan_fused(weight_bits: int, shape: tuple[int, int, int], processors: int, g
     return min((plan for tile in tiles for plan in fused_layouts(tile, shape, processors)), key=FusedPlan.clocks)
 
 
-def _plan_of(product: Product | GroupedProduct, gpu: Gpu) -> FusedPlan:
+def _plan_of(product: Product, gpu: Gpu) -> FusedPlan:
     m, n = product.y.shape
-    grouped = isinstance(product, GroupedProduct)
-    return plan_fused(product.weight_bits, (m, n, product.in_features), gpu.processors, grouped)
+    return plan_fused(product.planes[0], (m, n, product.in_features), gpu.processors, product.grouped)
 
 
-def fused_work(product: Product | GroupedProduct, gpu: Gpu, plan: FusedPlan | None = None) -> dict[str, Tensor | None]:
+def fused_work(product: Product, gpu: Gpu, plan: FusedPlan | None = None) -> dict[str, Tensor | None]:
     """The memory by which the blocks of a launch hand over sums, by the names of its parameters."""
     plan = plan or _plan_of(product, gpu)
     if not plan.shared_items:
@@ -218,7 +217,7 @@ def fused_work(product: Product | GroupedProduct, gpu: Gpu, plan: FusedPlan | No
 
 
 def fused_launch(
-    product: Product | GroupedProduct,
+    product: Product,
     gpu: Gpu,
     tensors: Mapping[str, Tensor | None],
     plan: FusedPlan | None = None,

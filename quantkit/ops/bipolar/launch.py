@@ -35,7 +35,7 @@ from quantkit.ops.bipolar.instances import (
 )
 from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES, ORDER_ROWS
 from quantkit.ops.bipolar.plan import BYTE_KERNELS, INT8_KERNELS, WGMMA_KERNELS, best_tile, kernel_for
-from quantkit.ops.bipolar.product import Activations, GroupedProduct, GroupedWeight, Product, Weight
+from quantkit.ops.bipolar.product import Activations, GroupedWeight, Product, Weight
 
 _fixed = FixedLaunches()
 
@@ -108,11 +108,11 @@ def gemv_launch(product: Product) -> Launch:
     return Launch(unit, product.y.device, grid=_gemv_grid(product.y, groups, act_bits), block=GEMV_THREADS, args=args)
 
 
-def gemv_grouped_launch(product: GroupedProduct) -> Launch:
+def gemv_grouped_launch(product: Product) -> Launch:
     """The same with scales by group."""
-    act_bits = product.act_bits
+    act_bits = product.bits[0]
     groups = min(_gemv_groups(product.y.shape[0] * act_bits), GROUPED_GEMV_GROUPS)
-    unit, types = gemv_grouped_unit(product.weight_bits, groups), {"dtype": DTYPE_CODES[product.y.dtype]}
+    unit, types = gemv_grouped_unit(product.planes[0], groups), {"dtype": DTYPE_CODES[product.y.dtype]}
     args = {**product.args(), "actBits": act_bits, "zero": int(product.zero), **types}
     return Launch(unit, product.y.device, grid=_gemv_grid(product.y, groups, act_bits), block=GEMV_THREADS, args=args)
 
@@ -182,9 +182,10 @@ def multiply_grouped(
         return y
     gpu, few = gpu_of(x.device), m * coding.bits <= GROUPED_GEMV_GROUPS * GEMV_PAIRS
     acts = quantize_tiles(x.contiguous(), act_clip, coding, as_bytes=not few)
-    product = GroupedProduct(acts, weight, bias, y, k, coding.bits, coding.zero, weights_ready=True)
+    bits = coding.bits, weight.tiles.shape[2]
+    product = Product(acts, weight, bias, y, k, bits, coding.zero, weights_ready=True)
     tensors = product.tensors() | ({} if few else fused_work(product, gpu))
-    key = ("grouped", y.dtype, y.shape, k, product.weight_bits, coding.bits, coding.zero)
+    key = ("grouped", y.dtype, y.shape, k, bits, coding.zero)
 
     def launch() -> Launch:
         return gemv_grouped_launch(product) if few else fused_launch(product, gpu, tensors)

@@ -31,55 +31,9 @@ class Weight:
     row_sums: Tensor
     scales: Tensor
 
-
-@dataclass(frozen=True)
-class Product:
-    """Operands of y [M, N] = x W^T + bias, and y. in_features: K. bits: of the codes of x and W.
-
-    zero: whether tokens have zero points. weights_ready: nothing queued on the GPU still writes the weight.
-    """
-
-    acts: Activations
-    weight: Weight
-    bias: Tensor | None
-    y: Tensor
-    in_features: int
-    bits: tuple[int, int]
-    zero: bool = False
-    weights_ready: bool = False
-
-    @property
-    def planes(self) -> tuple[int, int]:
-        """Of W and x in tile order."""
-        return self.weight.tiles.shape[2], self.acts.tiles.shape[2]
-
-    @property
-    def weight_bits(self) -> int:
-        """Planes of W."""
-        return self.planes[0]
-
     def tensors(self) -> dict[str, Tensor | None]:
-        """What the kernels of all products take, by the names of their parameters."""
-        return {
-            "xTiles": self.acts.tiles,
-            "wTiles": self.weight.tiles,
-            "xSums": self.acts.sums,
-            "wSums": self.weight.row_sums,
-            "xSteps": self.acts.steps,
-            "wScales": self.weight.scales,
-            "bias": self.bias,
-            "y": self.y,
-        }
-
-    def args(self) -> dict[str, Argument]:
-        """The same and sizes."""
-        m, n = self.y.shape
-        return {**self.tensors(), "M": m, "N": n, "K": self.in_features}
-
-    def limits(self) -> dict[str, Argument]:
-        """The largest values of both operands, for the kernels that take any bits."""
-        act_bits, weight_bits = self.bits
-        return {"actLimit": largest_value(act_bits), "weightLimit": largest_value(weight_bits)}
+        """What the kernels of all products take of it, by the names of their parameters."""
+        return {"wTiles": self.tiles, "wSums": self.row_sums, "wScales": self.scales}
 
 
 @dataclass(frozen=True)
@@ -94,37 +48,41 @@ class GroupedWeight:
     scale_tiles: Tensor
     offsets: Tensor
 
+    def tensors(self) -> dict[str, Tensor | None]:
+        """What the kernels of groups take of it, by the names of their parameters."""
+        return {"wTiles": self.tiles, "scaleTiles": self.scale_tiles, "offsets": self.offsets}
+
 
 @dataclass(frozen=True)
-class GroupedProduct:
-    """Operands of y [M, N] = x W^T + bias with scales by group, and y. Else as Product; act_bits: of the codes of x."""
+class Product:
+    """Operands of y [M, N] = x W^T + bias, and y. in_features: K. bits: of the codes of x and W.
+
+    zero: whether tokens have zero points. weights_ready: nothing queued on the GPU still writes the weight.
+    """
 
     acts: Activations
-    weight: GroupedWeight
+    weight: Weight | GroupedWeight
     bias: Tensor | None
     y: Tensor
     in_features: int
-    act_bits: int
+    bits: tuple[int, int]
     zero: bool = False
     weights_ready: bool = False
 
     @property
-    def weight_bits(self) -> int:
-        """Planes of W."""
-        return self.weight.tiles.shape[2]
+    def planes(self) -> tuple[int, int]:
+        """Of W and x in tile order."""
+        return self.weight.tiles.shape[2], self.acts.tiles.shape[2]
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the weight has scales by group."""
+        return isinstance(self.weight, GroupedWeight)
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """What the kernel takes, by the names of its parameters."""
-        return {
-            "xTiles": self.acts.tiles,
-            "wTiles": self.weight.tiles,
-            "scaleTiles": self.weight.scale_tiles,
-            "offsets": self.weight.offsets,
-            "xSums": self.acts.sums,
-            "xSteps": self.acts.steps,
-            "bias": self.bias,
-            "y": self.y,
-        }
+        """What the kernels take, by the names of their parameters."""
+        acts = {"xTiles": self.acts.tiles, "xSums": self.acts.sums, "xSteps": self.acts.steps}
+        return {**acts, **self.weight.tensors(), "bias": self.bias, "y": self.y}
 
     def args(self) -> dict[str, Argument]:
         """The same and sizes."""
@@ -132,5 +90,7 @@ class GroupedProduct:
         return {**self.tensors(), "M": m, "N": n, "K": self.in_features}
 
     def limits(self) -> dict[str, Argument]:
-        """The largest code of x."""
-        return {"actLimit": largest_value(self.act_bits)}
+        """The largest codes, for the kernels that take any bits; those of groups know that of W."""
+        act_bits, weight_bits = self.bits
+        of_weight: dict[str, Argument] = {} if self.grouped else {"weightLimit": largest_value(weight_bits)}
+        return {"actLimit": largest_value(act_bits), **of_weight}

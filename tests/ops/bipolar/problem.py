@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.cuda.device import gpu_of
 from quantkit.formats.bipolar import ActCoding
 from quantkit.formats.planes import pack_codes
+from quantkit.ops.bipolar.fused import FusedPlan, fused_launch, fused_work
 from quantkit.ops.bipolar.launch import expand, quantize_tiles
 from quantkit.ops.bipolar.layout import CHUNK_BYTES, LINE_BYTES, plane_row_sums, tile_weight, untile_lines
 from quantkit.ops.bipolar.op import bipolar_linear, bipolar_prepared_linear
@@ -31,6 +33,14 @@ def hopper_only() -> None:
     """Skip the test on another GPU."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("warpgroup products need compute capability 9.0")
+
+
+def run(product: Product, plan: FusedPlan) -> Tensor:
+    """y of a layout of the fused product; the product's own is left alone."""
+    product = replace(product, y=torch.full_like(product.y, float("nan")))
+    gpu = gpu_of(product.y.device)
+    fused_launch(product, gpu, product.tensors() | fused_work(product, gpu, plan), plan).run()
+    return product.y
 
 
 class Problem:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import ceil
 
 import pytest
@@ -12,17 +11,13 @@ from quantkit.cuda.architectures import Kernel, architecture
 from quantkit.cuda.device import gpu_of
 from quantkit.ops.bipolar.fused import (
     TOKEN_TILES,
-    FusedPlan,
     FusedTile,
-    fused_launch,
     fused_layouts,
     fused_tiles,
-    fused_work,
     plan_fused,
 )
 from quantkit.ops.bipolar.plan import GEMV_LIMIT, GEMV_LIMIT_BEFORE_FUSED, fused_limit, kernel_for
-from quantkit.ops.bipolar.product import Product
-from tests.ops.bipolar.problem import Problem, hopper_only
+from tests.ops.bipolar.problem import Problem, hopper_only, run
 
 HOPPER = architecture(9, 0)
 PROCESSORS = 132
@@ -39,14 +34,6 @@ CUDA = torch.device("cuda")
 SHAPES = [(1, 5, 40), (7, 65, 1030), (65, 130, 264), (130, 257, 2050), (300, 520, 4096)]
 # M, N, K of models' layers, of odd sizes, and small ones.
 PLANNED = [(1, 4096, 4096), (16, 12288, 12288), (33, 4096, 14336), (300, 28672, 4096), (4096, 4096, 11008), (5, 7, 40)]
-
-
-def run(product: Product, plan: FusedPlan) -> torch.Tensor:
-    """y of a layout; the product's own is left alone."""
-    product = replace(product, y=torch.full_like(product.y, float("nan")))
-    gpu = gpu_of(CUDA)
-    fused_launch(product, gpu, product.tensors() | fused_work(product, gpu, plan), plan).run()
-    return product.y
 
 
 @pytest.mark.cuda

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,12 +11,9 @@ from quantkit.cuda.device import gpu_of
 from quantkit.formats.bipolar import ActCoding, BipolarSpec, act_values, codes_to_values
 from quantkit.formats.planes import pack_codes
 from quantkit.ops.bipolar.fused import (
-    FusedPlan,
     FusedTile,
-    fused_launch,
     fused_layouts,
     fused_tiles,
-    fused_work,
     plan_fused,
 )
 from quantkit.ops.bipolar.grouped import grouped_weight, takes_groups
@@ -31,8 +26,8 @@ from quantkit.ops.bipolar.op import (
     bipolar_grouped_linear_reference,
     bipolar_linear,
 )
-from quantkit.ops.bipolar.product import GroupedProduct
-from tests.ops.bipolar.problem import hopper_only
+from quantkit.ops.bipolar.product import Product
+from tests.ops.bipolar.problem import hopper_only, run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LINE, LINES, BLOCK = 128, 8, 64
@@ -78,26 +73,19 @@ class GroupedProblem:
         sums, step = self.sums()
         return (sums.double() * self.scales.T[:, None].double()).sum(0) * step.double() + self.bias.double()
 
-    def product(self, *, as_bytes: bool = True) -> GroupedProduct:
+    def product(self, *, as_bytes: bool = True) -> Product:
         """Operands on the GPU, with room for y that is poisoned. as_bytes: x is in bytes, else in planes."""
         weight = grouped_weight(self.planes.cuda(), self.scales.cuda(), self.group_size, self.in_features)
         acts = quantize_tiles(self.x.cuda(), self.clip.cuda(), self.coding, as_bytes=as_bytes)
+        bits = self.coding.bits, len(self.planes)
         y = torch.full((len(self.x), self.planes.shape[1]), float("nan"), dtype=self.x.dtype, device="cuda")
-        return GroupedProduct(acts, weight, self.bias.cuda(), y, self.in_features, self.coding.bits, self.coding.zero)
+        return Product(acts, weight, self.bias.cuda(), y, self.in_features, bits, self.coding.zero)
 
     def check(self, y: Tensor) -> None:
         """Raise AssertionError where y is further from the product than sums in fp32 and one rounding explain."""
         expected = self.expected()
         atol = SUMS_RTOL * expected.abs().max().item()
         torch.testing.assert_close(y.double().cpu(), expected, rtol=ROUNDING[self.x.dtype], atol=atol)
-
-
-def run(product: GroupedProduct, plan: FusedPlan) -> Tensor:
-    """y of a layout; the product's own is left alone."""
-    product = replace(product, y=torch.full_like(product.y, float("nan")))
-    gpu = gpu_of(CUDA)
-    fused_launch(product, gpu, product.tensors() | fused_work(product, gpu, plan), plan).run()
-    return product.y
 
 
 @pytest.mark.cuda
