@@ -15,6 +15,7 @@ from quantkit.cuda.launch import FixedLaunches, Launch
 from quantkit.cuda.parameters import kernel_parameters
 from quantkit.cuda.tensor_map import MAP_BYTES
 from quantkit.ops.bcq import bound, gemm_launch
+from quantkit.ops.bipolar import fused
 
 PROCESSORS = 20
 MOST_GRID = (2**31 - 1, 65535, 65535)
@@ -63,7 +64,7 @@ def record(monkeypatch: pytest.MonkeyPatch, row: Architecture) -> Recorder:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(FixedLaunches, "run", lambda kept, key, make, device, pointers: recorder.take(make()))
     bound.forget_products()
-    for module in (gemm_launch, bound):
+    for module in (gemm_launch, bound, fused):
         monkeypatch.setattr(module, "zero_counts", lambda count, device: torch.zeros(count, dtype=torch.int32))
     monkeypatch.setattr(bound, "encoded_map", lambda *matrix: bytes(MAP_BYTES))
     gpu_of.cache_clear()

@@ -113,4 +113,5 @@ def test_an_op_launches_kernels_of_its_family_only(name: str, recorder: Recorder
     family = OPS[name].arguments.__module__.split(".")[2]
     assert family in INSTANCES
     assert {launch.unit.source.file.split("/")[0] for launch in recorder.launches} <= {family}
-    assert recorder.launches or name == "int8_gemm"  # cuBLAS multiplies rows
+    asked_for = any(is_asked_for(sample, recorder.row) for sample in OPS[name].samples())
+    assert recorder.launches or name == "int8_gemm" or not asked_for  # int8_gemm: cuBLAS multiplies rows
