@@ -73,9 +73,6 @@ __device__ __forceinline__ void multiplyLines(float* sums, StagesOfX<S, kStages>
     }
     productCommit();
     turns.handOn();
-    float scale[S::kTogether][2];
-#pragma unroll
-    for (int l = 0; l < S::kTogether; ++l) scale[l][0] = own.scale[l][0], scale[l][1] = own.scale[l][1];
     next.expand(w.slot(), w.row, last ? 0 : line + S::kTogether, w.g);
     x.finish(min(line + S::kTogether, count) - 1, count);
 #pragma unroll
@@ -83,7 +80,7 @@ __device__ __forceinline__ void multiplyLines(float* sums, StagesOfX<S, kStages>
 #pragma unroll
     for (int i = 0; i < S::kSums; ++i) {
 #pragma unroll
-        for (int l = 0; l < S::kTogether; ++l) sums[i] = __fmaf_rn(scale[l][i / 2 % 2], __int2float_rn(dots[l][i]), sums[i]);
+        for (int l = 0; l < S::kTogether; ++l) sums[i] = __fmaf_rn(own.scale[l][i / 2 % 2], __int2float_rn(dots[l][i]), sums[i]);
     }
 }
 

@@ -53,7 +53,7 @@ __device__ __forceinline__ void storeFeatures(const float (&value)[kRunFeatures]
 //
 //   loadLines(set, place, thread)        by kLineThreads threads: what the epilogue needs of an item's rows
 //   multiply(sums, x, w, turns, segment) by a consumer: adds a segment's products
-//   write(sums, set, place, slab, thread)  by a consumer: an item's sums to y
+//   write(sums, set, place, slab, warpgroup, thread)  by a consumer: an item's sums to y
 template <class S, class Codes, class Sum, int kSlots, int kStages, class LoadLines, class Multiply, class Write>
 __device__ __forceinline__ void runItems(const FusedProblem& p, uint8* dynamicShared, const LoadLines& loadLines,
                                          const Multiply& multiply, const Write& write) {

@@ -4,10 +4,11 @@
 //   dot[pair, n, l] = sum_(k in line l) x_bit[pair, k] v_w[n, k],  v_w = sum_i 2^(i + 1) w_bit_i - (2^p - 1)
 //   y[m, n] = step[m] (2 sum_j 2^j sum_l scale[n, l] dot[(m, j), n, l] - c[m] offset[n]) + bias[n]
 //
-// Grid, warps, columns of B and the copies of weights are those of gemv.cu; scaleTiles, offset and c those of gemm_grouped.cu. A chunk of 16 bytes of a plane is a line. A lane loads whole chunks, a quarter of them lines of
-// its own, and four lanes exchange words, so that they hold one line together: mma m16n8k128 is then of one scale. One
-// product more, with ones in place of a plane, counts the bits of x. Integers become floats behind every line. Sums over
-// lines are fp32 in a fixed order: results repeat bit for bit.
+// Grid, warps and columns of B are those of gemv.cu; scaleTiles, offset and c are those of gemm_grouped.cu. A chunk of 16
+// bytes of a plane holds a line. Four lanes load four chunks of a row, one each, and exchange words: then all four hold a
+// quarter of the same line, and a product m16n8k128 has one scale. One product more, with ones in place of a plane, counts
+// the bits of x. Integers become floats behind every line. Sums over lines are fp32 in a fixed order: results repeat bit
+// for bit.
 #include "gemv.cuh"
 
 // Chunk t of four lanes to word t of each of the four chunks.

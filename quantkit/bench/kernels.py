@@ -15,7 +15,6 @@ from quantkit.bench.memory import check_fits
 from quantkit.bench.methods import has_equal_steps, method_spec, random_tensors
 from quantkit.bench.shapes import LinearShape
 from quantkit.bench.timing import Timing, check_peak, check_result, measure, peak_bandwidth, rotation_length
-from quantkit.cuda.architectures import Kernel
 from quantkit.cuda.device import gpu_of
 from quantkit.errors import BenchError
 from quantkit.formats.base import PackedWeight
@@ -228,12 +227,12 @@ def _trellis_kernel(module: QuantizedLinear, x: Tensor) -> str:
 
 
 def _bipolar_kernel(module: QuantizedLinear, x: Tensor) -> str:
-    from quantkit.ops.bipolar.plan import kernel_for
+    from quantkit.ops.bipolar.plan import grouped_kernel_for, kernel_for
 
-    if "scale_tiles" in module.held:
-        return str(Kernel.BIPOLAR_GROUPED_WGMMA)
-    shape, row = (x.shape[0], x.shape[-1]), gpu_of(x.device).architecture
     spec = module.spec
+    if "scale_tiles" in module.held:
+        return str(grouped_kernel_for(spec.act_bits, x.shape[0]))
+    shape, row = (x.shape[0], x.shape[-1]), gpu_of(x.device).architecture
     return str(kernel_for(spec.weight_bits, spec.act_bits, shape, row, act_zero=spec.act_zero))
 
 

@@ -20,7 +20,7 @@ def forward(spec: BipolarSpec, tensors: Tensors, x: Tensor, bias: Tensor | None)
 
 
 def prepare(spec: BipolarSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
-    """Tile order and row sums for the bipolar kernels; what they do not take (_runs_on_tiles) stays as it is."""
+    """Tile order and row sums for the bipolar kernels; what they do not take stays as it is."""
     planes, scales = tensors["bit_planes"], tensors["scales"]
     if takes_groups(spec, shape[1], planes.device):
         weight = grouped_weight(planes, scales, spec.group_size, shape[1])

@@ -30,7 +30,7 @@ from quantkit.ops.bipolar.instances import (
     SLAB_TOKENS,
     WGMMA_SHARED_BYTES,
 )
-from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES
+from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES, LINES
 from quantkit.ops.bipolar.product import Product
 from quantkit.ops.items import SHARED_ITEMS, TOKEN_BAND, shares
 
@@ -44,7 +44,6 @@ _GROUPED_TOKENS = 128
 _MANY_TOKENS = 128  # from which stages of x are short
 _MOST_SLOTS, _MOST_STAGES = 8, 4
 _WORD_BYTES, _SCALE_BYTES = 4, 2
-_LINES = BITS_PER_LINE // LINE_BYTES  # of 128 columns, in a slot
 # Clocks as the layouts are compared by, of an H200: of a product per column, bytes of a processor per clock from L2
 # and from memory, and of sums that pass through L2; and what handing these over takes at least.
 _COLUMN_CLOCKS = 16
@@ -83,13 +82,13 @@ class FusedTile:
         """Clocks of 1024 columns of an item: of its products, or of bringing planes and x where that takes longer."""
         planes, x = self.warpgroups * self.slot_bytes, self.tokens * BITS_PER_LINE
         products = _COLUMN_CLOCKS * self.warpgroups * self.tokens
-        sums = _LINES * self.warpgroups * (_SUM_CLOCKS * self.tokens // 2 + _LINE_CLOCKS) if self.grouped else 0
+        sums = LINES * self.warpgroups * (_SUM_CLOCKS * self.tokens // 2 + _LINE_CLOCKS) if self.grouped else 0
         return max(products, sums, (planes + x) / _L2_RATE, planes / _MEMORY_RATE)
 
     @property
     def slot_bytes(self) -> int:
         """Planes of 64 rows and 1024 columns, and their scales."""
-        scales = _LINES * BLOCK_ROWS * _SCALE_BYTES if self.grouped else 0
+        scales = LINES * BLOCK_ROWS * _SCALE_BYTES if self.grouped else 0
         return self.weight_bits * BLOCK_ROWS * LINE_BYTES + scales
 
     def handover_clocks(self) -> float:

@@ -210,7 +210,7 @@ def bipolar_units(row: Architecture) -> Iterator[CompileUnit]:
         yield expand_unit(weight_bits)
         if Kernel.BIPOLAR_GEMV in row.kernels:
             yield from (gemv_unit(weight_bits, groups, zero) for groups in GEMV_GROUPS for zero in (False, True))
-    if Kernel.BIPOLAR_GROUPED_WGMMA in row.kernels:
+    if Kernel.BIPOLAR_GROUPED_GEMV in row.kernels:
         for weight_bits in range(1, GROUPED_BITS + 1):
             yield from (
                 gemv_grouped_unit(weight_bits, groups) for groups in GEMV_GROUPS if groups <= GROUPED_GEMV_GROUPS

@@ -34,7 +34,14 @@ from quantkit.ops.bipolar.instances import (
     wgmma_unit,
 )
 from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES, ORDER_ROWS
-from quantkit.ops.bipolar.plan import BYTE_KERNELS, INT8_KERNELS, WGMMA_KERNELS, best_tile, kernel_for
+from quantkit.ops.bipolar.plan import (
+    BYTE_KERNELS,
+    INT8_KERNELS,
+    WGMMA_KERNELS,
+    best_tile,
+    grouped_kernel_for,
+    kernel_for,
+)
 from quantkit.ops.bipolar.product import Activations, GroupedWeight, Product, Weight
 
 _fixed = FixedLaunches()
@@ -180,7 +187,7 @@ def multiply_grouped(
     y = torch.empty(m, weight.offsets.shape[0], dtype=x.dtype, device=x.device)
     if not m:
         return y
-    gpu, few = gpu_of(x.device), m * coding.bits <= GROUPED_GEMV_GROUPS * GEMV_PAIRS
+    gpu, few = gpu_of(x.device), grouped_kernel_for(coding.bits, m) is Kernel.BIPOLAR_GROUPED_GEMV
     acts = quantize_tiles(x.contiguous(), act_clip, coding, as_bytes=not few)
     bits = coding.bits, weight.tiles.shape[2]
     product = Product(acts, weight, bias, y, k, bits, coding.zero, weights_ready=True)

@@ -20,7 +20,9 @@ ORDER_ROWS = 32
 """Rows of a weight among which its features have an order of their own, see tile_weight."""
 
 _CHUNKS = LINE_BYTES // CHUNK_BYTES
-_LINES = BITS_PER_LINE // LINE_BYTES  # of 128 columns, in a k tile of planes
+LINES = BITS_PER_LINE // LINE_BYTES
+"""Lines of 128 columns in a k tile of planes."""
+
 _PAIRED = (4, 2, 8)  # a tile's rows: 16 of a warp, the half of these, the row in it
 
 
@@ -63,8 +65,8 @@ def tile_scales(scales: Tensor, group_size: int, in_features: int) -> Tensor:
     """
     assert group_size % LINE_BYTES == 0
     lines = scales.repeat_interleave(group_size // LINE_BYTES, dim=1)[:, : -(-in_features // LINE_BYTES)]
-    padded = pad(lines, (0, -lines.shape[1] % _LINES, 0, -len(lines) % BLOCK_ROWS))
-    split = _reorder(padded[None])[0].unflatten(0, (-1, *_PAIRED)).unflatten(-1, (-1, _LINES))
+    padded = pad(lines, (0, -lines.shape[1] % LINES, 0, -len(lines) % BLOCK_ROWS))
+    split = _reorder(padded[None])[0].unflatten(0, (-1, *_PAIRED)).unflatten(-1, (-1, LINES))
     return split.permute(0, 4, 5, 1, 3, 2).flatten(3).contiguous()  # block, k tile, line, 16 rows, of 8, half
 
 
@@ -73,7 +75,7 @@ def untile_scales(tiles: Tensor, count: int, group_size: int, in_features: int) 
     blocks, k_tiles = tiles.shape[:2]
     sixteens, halves, eight = _PAIRED
     split = tiles.unflatten(3, (sixteens, eight, halves)).permute(0, 3, 5, 4, 1, 2)
-    lines = _reorder(split.reshape(1, blocks * BLOCK_ROWS, k_tiles * _LINES))[0]
+    lines = _reorder(split.reshape(1, blocks * BLOCK_ROWS, k_tiles * LINES))[0]
     return lines[:count, : -(-in_features // LINE_BYTES) : group_size // LINE_BYTES].contiguous()
 
 

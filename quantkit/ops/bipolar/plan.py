@@ -11,7 +11,14 @@ from quantkit.cuda.architectures import Architecture, Kernel
 from quantkit.formats.bipolar import largest_act, largest_value
 from quantkit.formats.planes import MAX_BITS
 from quantkit.ops.bipolar.fused import TOKEN_TILES, fused_tile
-from quantkit.ops.bipolar.instances import BINARY_LIMIT, GROUPED_BITS, WgmmaTile, wgmma_tiles
+from quantkit.ops.bipolar.instances import (
+    BINARY_LIMIT,
+    GEMV_PAIRS,
+    GROUPED_BITS,
+    GROUPED_GEMV_GROUPS,
+    WgmmaTile,
+    wgmma_tiles,
+)
 from quantkit.ops.bipolar.layout import LINE_BYTES
 
 GEMV_LIMIT = 64
@@ -85,6 +92,12 @@ def kernel_for(
     return Kernel.BIPOLAR_FUSED_WGMMA if fuses else kernel
 
 
+def grouped_kernel_for(act_bits: int, tokens: int) -> Kernel:
+    """The kernel for a weight with scales by group (grouped.takes_groups): the GEMV for few tokens."""
+    few = tokens * act_bits <= GROUPED_GEMV_GROUPS * GEMV_PAIRS
+    return Kernel.BIPOLAR_GROUPED_GEMV if few else Kernel.BIPOLAR_GROUPED_WGMMA
+
+
 def best_tile(planes_w: int, planes_x: int, as_bytes: bool, shape: tuple[int, int], processors: int) -> WgmmaTile:
     """The tile with the fewest clocks for y of ``shape`` [M, N]: rounds over the SMs times the clocks of a k tile.
 
@@ -103,8 +116,10 @@ def path_table(row: Architecture) -> list[tuple[str, str, str]]:
     widths = range(1, MAX_BITS + 1)
     lines = []
     if Kernel.BIPOLAR_GROUPED_WGMMA in row.kernels:
-        why = "a line's integer sum becomes a float and takes its scale while other products run"
+        why = "the integer sum of a line becomes a float, and joins the result times its scale"
         widths_of_groups = f"W1-{GROUPED_BITS}A1-{MAX_BITS}, groups of whole {LINE_BYTES} columns"
+        few = f"{widths_of_groups}, tokens * A <= {GROUPED_GEMV_GROUPS * GEMV_PAIRS}"
+        lines.append((few, Kernel.BIPOLAR_GROUPED_GEMV.value, why))
         lines.append((widths_of_groups, Kernel.BIPOLAR_GROUPED_WGMMA.value, why))
     why = "the same weight with scales s * 2^i; activations rounded first"
     lines.append(("any other, per group or A16", "bcq kernels", why))

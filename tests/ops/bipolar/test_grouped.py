@@ -26,6 +26,7 @@ from quantkit.ops.bipolar.op import (
     bipolar_grouped_linear_reference,
     bipolar_linear,
 )
+from quantkit.ops.bipolar.plan import grouped_kernel_for
 from quantkit.ops.bipolar.product import Product
 from tests.ops.bipolar.problem import hopper_only, run
 
@@ -232,5 +233,10 @@ def test_items_of_groups_have_room_for_both_sums(weight_bits: int) -> None:
 
 
 def test_only_hopper_has_the_kernel() -> None:
-    owners = [row.capability for row in ARCHITECTURES.values() if Kernel.BIPOLAR_GROUPED_WGMMA in row.kernels]
-    assert owners == [(9, 0)]
+    for kernel in (Kernel.BIPOLAR_GROUPED_WGMMA, Kernel.BIPOLAR_GROUPED_GEMV):
+        assert [row.capability for row in ARCHITECTURES.values() if kernel in row.kernels] == [(9, 0)]
+
+
+def test_few_pairs_of_token_and_plane_take_the_gemv() -> None:
+    assert grouped_kernel_for(8, 2) is grouped_kernel_for(1, 16) is Kernel.BIPOLAR_GROUPED_GEMV
+    assert grouped_kernel_for(8, 3) is grouped_kernel_for(1, 17) is Kernel.BIPOLAR_GROUPED_WGMMA
