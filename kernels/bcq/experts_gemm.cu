@@ -12,7 +12,7 @@ __device__ __forceinline__ void multiplyExperts(const ExpertsProblem& p) {
     const uint32 stages = barriers + kBarrierBytes, rings = stages + p.stages * S::kStageBytes;
     const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0), lane = threadIdx.x % kWarpSize;
     const ExpertsWork work(p);
-    prepareBarriers<S, Products>(barriers, p.stages, 1);
+    prepareBarriers<S, Products>(barriers, warp, p.stages, 1);
     __syncthreads();
     allowNextKernel();
     if (warp >= S::kGroups * kGroupWarps) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void multiplyExperts(const ExpertsProblem& p) {
             at.advance(ring.slotBytes);
             place.advance((S::kPhases - 1) * S::kTileStages, p.stages);
         }
-        first.advance(work.ownTiles * S::kTileStages, p.stages);
+        first.skip(work.ownTiles * S::kTileStages, p.stages);
         if (i == work.firstItem) waitForPriorKernels();  // which may read y
         finishItem<S>(acc, p, own, workItem(p, i), work, sums);
     }
@@ -72,6 +72,7 @@ bcqExpertsGemm(const uint4* __restrict__ tiles,     // sign tiles of all experts
     multiplyExperts<GemmShape<LevelExpansion<kBits, ExpertsBlock, kAdds, kDtype>, kTokens, kRowGroups, kPhases, kSlots>,
                     typename ExpertsProductsOf<kWarpgroup, kDtype, kTokens>::Type>(
         {{tiles, scales, factors, x, bias, nullptr, y, nullptr, nullptr, tokenTiles * kTokens, N, K, groups, groupMagic,
-          entries, scaleBits, segments, stages, rangeTiles, longRanges, ranges, tokenTiles, tokenBand, 0, kNoActivation},
+          entries, scaleBits, segments, stages, rangeTiles, longRanges, ranges, tokenTiles, tokenBand, 0, 1,
+          kNoActivation},
          tileExperts, slots});
 }

@@ -18,12 +18,12 @@ bcqGemm(const uint4* __restrict__ tiles, const uint4* __restrict__ scales, const
         const uint4* x, const __grid_constant__ TensorMap xMap,  // the map for codes and warpgroups, else x: gemm_tile.cuh
         const uint16* __restrict__ bias, const uint16* residual, uint16* y, float* partials, uint32* ready,
         int M, int N, int K, int groups, uint32 groupMagic, int entries, int scaleBits, int segments, int stages,
-        int rangeTiles, int longRanges, int ranges, int tokenTiles, int tokenBand, int wholeItems, int activation) {
+        int rangeTiles, int longRanges, int ranges, int tokenTiles, int tokenBand, int wholeItems, int splits, int activation) {
     constexpr bool kCodes = kOrder != kPlaneOrder;
     using Expansion = typename ExpansionOf<kOrder, kBits, kAdds, kDtype>::Type;
     multiplyTokens<GemmShape<Expansion, kTokens, kRowGroups, kPhases, kSlots, kFine, kPartners>,
                    typename ProductsOf<kWarpgroup, kDtype, kTokens, kPartners>::Type>(
         {tiles, scales, factors, kCodes && kWarpgroup ? reinterpret_cast<const uint4*>(&xMap) : x, bias, residual, y,
          partials, ready, M, N, K, groups, groupMagic, entries, scaleBits, segments, stages, rangeTiles, longRanges, ranges,
-         tokenTiles, tokenBand, wholeItems, activation});
+         tokenTiles, tokenBand, wholeItems, splits, activation});
 }

@@ -9,12 +9,14 @@
 //   block        groups of four consumer warps, kRowGroups of them with 64 rows each, times kPhases that take k tiles of
 //                the same rows in turn; and one group that copies x
 //   item         a range of n tiles x a tile of kTokens tokens
+//   splits       two blocks of a cluster that share the k tiles of an item, and each finish half of its sums (splits.cuh)
 //   partners     two blocks of a cluster that take the same k tiles of the same tokens at a time, each with rows of its own:
 //                each copies half of x, to both. "Block" below is such a pair then, and a range that of one of them
 //   work         of blocks, and sums of items that several of them share: items.cuh
 //   sums         of phases are added in order
 //
-//   shared memory: barriers | x [stage] | rings [warp][slot] {planes, scales} | tables [warp][2] | sums | sums of x
+//   shared memory: barriers, mailbox | x [stage] | rings [warp][slot] {planes, scales} | tables [warp][2] | sums |
+//                  sums of the other split | sums of x
 //                  sums [phase but the first][4 sums][thread of the phase] float4
 //                  numbers (gemm_numbers.cuh) have sums of x and no tables
 #pragma once
@@ -22,13 +24,14 @@
 #include "grid.cuh"
 #include "../shared/cluster.cuh"
 #include "../shared/epilogue.cuh"
-#include "../shared/items.cuh"
+#include "../shared/splits.cuh"
 
 constexpr int kGroupWarps = 4, kGroupThreads = kGroupWarps * kWarpSize;
 constexpr int kTileWords = 2 * kChunkWords;  // of each lane, of a k tile
 constexpr int kPanelWords = kTileWords / kTilePanels;
 constexpr int kMostStages = QK_GEMM_MOST_STAGES, kBarrierBytes = QK_GEMM_BARRIER_BYTES;
-static_assert(3 * kMostStages * sizeof(uint64) <= kBarrierBytes, "three barriers a stage");
+constexpr int kMailboxPlace = kBarrierBytes - sizeof(Mailbox);
+static_assert(3 * kMostStages * sizeof(uint64) <= kMailboxPlace, "three barriers a stage");
 
 // The parameters of a kernel.
 struct GemmProblem {
@@ -51,10 +54,11 @@ struct GemmProblem {
     int rangeTiles, longRanges, ranges;  // n tiles of a range, one more in the first longRanges; ranges of each partner
     int tokenTiles, tokenBand;
     int wholeItems;          // a multiple of the blocks, or all
+    int splits;              // 1, or 2 blocks of a cluster; partners are not split
     int activation;          // of activation.cuh, or kNoActivation; before the residual is added
 
     __device__ __forceinline__ ItemPlan items() const {
-        return {ranges * tokenTiles, wholeItems, (K + kTileK - 1) / kTileK};
+        return {ranges * tokenTiles, wholeItems, (K + kTileK - 1) / kTileK, splits};
     }
 };
 
@@ -73,7 +77,12 @@ __device__ __forceinline__ WorkItem workItem(const GemmProblem& p, int item) {
 struct StagePlace {
     int stage;
     uint32 parity;
+    // By at most as many as there are stages; by any number.
     __device__ __forceinline__ void advance(int by, int stages) {
+        stage += by;
+        if (stage >= stages) stage -= stages, parity ^= 1;
+    }
+    __device__ __forceinline__ void skip(int by, int stages) {
         for (stage += by; stage >= stages; stage -= stages) parity ^= 1;
     }
 };
@@ -90,6 +99,7 @@ struct GemmShape {
     static constexpr int kTokens = kTokens_, kRowGroups = kRowGroups_, kPhases = kPhases_, kSlots = kSlots_;
     static constexpr int kPartners = kPartners_;
     using Work = BlockWork<kPartners>;
+    using Splits = SplitSums<kTokens_ / 2, kRowGroups_ * kGroupThreads>;
     // Registers of many tokens leave no room for two forms of a tile's products: an instance has one of them.
     static constexpr bool kFine = kFine_, kBothForms = kCodes && kTokens <= QK_GEMM_FEW_TOKENS;
     // Whether warpgroups multiply numbers, of few tokens, in the place of levels.

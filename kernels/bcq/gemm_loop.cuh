@@ -4,10 +4,18 @@
 #include "gemm_sums.cuh"
 #include "gemm_weights.cuh"
 
+// Whether another block has part of the k tiles of this block's item.
+template <class S>
+__device__ __forceinline__ bool isSplit(const GemmProblem& p) { return S::kPartners == 1 && p.splits > 1; }
+
+// Bytes of shared memory that sums take.
+template <class S>
+__device__ __forceinline__ uint32 sumBytes(const GemmProblem& p) { return kPhaseSums<S> + (isSplit<S>(p) ? S::Splits::kBytes : 0); }
+
 // Turn the consumers' sums of a segment into y, or leave them to the block that does.
 template <class S>
 __device__ __forceinline__ void finishSegment(float* acc, const GemmProblem& p, const Consumer& own, int itemNumber,
-                                              uint32 start) {
+                                              uint32 start, Mailbox& mailbox) {
     const typename S::Work work(p);
     const SharedItem<S> shared(p, work, itemNumber);
     if (work.block > shared.first) {
@@ -16,8 +24,10 @@ __device__ __forceinline__ void finishSegment(float* acc, const GemmProblem& p, 
     }
     if (shared.last > shared.first) shared.collect(acc, p, work);
     if constexpr (S::kPhases > 1) addPhases<S>(acc, own.phase, start);
+    if (own.phase > 0) return;
+    if (isSplit<S>(p)) S::Splits::exchange(acc, mailbox, start + kPhaseSums<S>);
     const WorkItem item = workItem<S::kPartners>(p, itemNumber);
-    if (own.phase > 0 || own.tile >= item.nTiles) return;
+    if (own.tile >= item.nTiles) return;
     writeTile<S>(acc, p, item.nTile + own.tile, item.tokenTile * S::kTokens, own.lane);
 }
 
@@ -29,7 +39,12 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     const uint32 barriers = (sharedAddress(dynamicShared) + kBarrierBytes - 1) & ~uint32(kBarrierBytes - 1);
     const uint32 stages = barriers + kBarrierBytes, rings = stages + p.stages * S::kStageBytes;
     const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0), lane = threadIdx.x % kWarpSize;
-    prepareBarriers<S, Products, kByWarp>(barriers, p.stages, S::kPartners, kNumbers);
+    prepareBarriers<S, Products, kByWarp>(barriers, warp, p.stages, S::kPartners, kNumbers);
+    Mailbox& mailbox = *reinterpret_cast<Mailbox*>(dynamicShared + (barriers - sharedAddress(dynamicShared)) + kMailboxPlace);
+    if (isSplit<S>(p)) {
+        if (threadIdx.x == 0) mailbox.prepare();
+        mailbox.arrive();
+    }
     if constexpr (S::kPartners > 1) meetCluster();  // what the partner's copies and arrivals find
     else __syncthreads();
     allowNextKernel();
@@ -38,11 +53,12 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
         if constexpr (kShares) Products::template registers<S::kGroups, false, kNumbers>();
         if (Products::copies(warp % kGroupWarps)) copyX<S, Products>(p, barriers);
         if constexpr (kNumbers) {
-            const uint32 sums = rings + kRings * WeightRing<S>::bytesOf(p) + kPhaseSums<S>;
+            const uint32 sums = rings + kRings * WeightRing<S>::bytesOf(p) + sumBytes<S>(p);
             if (warp > kRings) sumStages<S>(p, barriers, stages, sums, warp - kRings - 1, lane);
         }
         __syncwarp();
         if constexpr (S::kPartners > 1) meetCluster();  // its copies have arrived here, and its arrivals
+        else if (isSplit<S>(p)) mailbox.waitForOthers();
         return;
     }
 
@@ -54,7 +70,7 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     uint32 laneBytes = lane * kVectorBytes;
     keepInRegister(laneBytes);
     ring.begin(at.firstSlot, laneBytes);
-    const uint32 sums = allTables + kRings * 2 * tableBytes, sumsOfX = sums + kPhaseSums<S>;
+    const uint32 sums = allTables + kRings * 2 * tableBytes, sumsOfX = sums + sumBytes<S>(p);
     const TableMaker<typename S::Row> maker(lane, p.entries, p.scaleBits, p.segments);
     if constexpr (!kNumbers) {
         copyWait<S::kSlots - 2>();
@@ -93,7 +109,8 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
         }
         k -= segment.tiles;
         if (index == 0) waitForPriorKernels();  // which may read y, write the residual or use the partials' memory
-        finishSegment<S>(acc, p, own, segment.item, sums);
+        finishSegment<S>(acc, p, own, segment.item, sums, mailbox);
     }
     if constexpr (S::kPartners > 1) meetCluster();
+    else if (isSplit<S>(p) && own.phase > 0) mailbox.waitForOthers();  // the others have, for the sums
 }

@@ -45,6 +45,7 @@ struct WarpgroupProducts {
             }
         }
     };
+    static __device__ __forceinline__ bool oneLane() { return electLane(); }
     static __device__ __forceinline__ bool copies(int warp) { return warp == 0 && electLane(); }
 
     template <int kGroups, bool kConsumes, bool kSums = false>
@@ -112,6 +113,7 @@ struct WarpProducts {
             barrierArriveBehindCopies(barrier);
         }
     };
+    static __device__ __forceinline__ bool oneLane() { return threadIdx.x % kWarpSize == 0; }
     static __device__ __forceinline__ bool copies(int) { return true; }
     template <int kGroups, bool kConsumes, bool kSums = false>
     static __device__ __forceinline__ void registers() {}

@@ -34,24 +34,14 @@ __device__ __forceinline__ void addPhases(float* acc, int phase, uint32 start) {
     namedSync(1, S::kConsumers);  // before the next segment's sums take their place
 }
 
-// Two neighbouring elements of y, `pair` before the epilogue, from column n of row m on.
-template <int kDtype>
-__device__ __forceinline__ void writePair(const GemmProblem& p, uint32 pair, int m, int n) {
-    uint16* y = p.y + size_t(m) * p.N + n;
-    if (p.N % 2 == 0) {
-        *reinterpret_cast<uint32*>(y) = pair;
-    } else {
-        y[0] = uint16(pair);
-        if (n + 1 < p.N) y[1] = uint16(pair >> 16);
-    }
-}
-
-// A warp's sums of an n tile -> y. A lane's sums are of two tokens and rows g, g + 8; transposed, of one token and
-// neighbouring rows.
+// A warp's sums of an n tile -> y, those that this block finishes. A lane's sums are of two tokens and rows g, g + 8;
+// transposed, of one token and neighbouring rows.
 template <class S>
 __device__ __forceinline__ void writeTile(const float* acc, const GemmProblem& p, int nTile, int firstToken, int lane) {
     constexpr int kDtype = S::kDtype, kHalf = kTileN / kLaneRows;
     const int g = lane / kTileQuads, t = lane % kTileQuads, column = nTile * kTileN + 2 * t;
+    const auto finishes = [&](int j) { return p.splits == 1 || S::Splits::finishes(j); };
+    const bool even = p.N % 2 == 0;  // two elements are one store
     float factor[kLaneRows], bias[kLaneRows];
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {
@@ -59,15 +49,21 @@ __device__ __forceinline__ void writeTile(const float* acc, const GemmProblem& p
         factor[r] = p.scaleBits == 8 ? rowFactor<8>(p.factors, nTile, r * kHalf + g) : 1.0f;
         bias[r] = p.bias && n < p.N ? shortToFloat(p.bias[n], kDtype) : 0.0f;
     }
+    uint16* y = p.y + size_t(firstToken + g) * p.N + column;
+    const int tokens = p.M - firstToken;
 #pragma unroll
-    for (int j = 0; j < S::kTokens / 8; ++j) {
-        if (firstToken + 8 * j >= p.M) break;
+    for (int j = 0; j < S::kTokens / 8; ++j, y += 8 * size_t(p.N)) {
+        if (8 * j >= tokens) break;
+        if (!finishes(j)) continue;
 #pragma unroll
         for (int r = 0; r < kLaneRows; ++r) {
             const float* sum = acc + 4 * j + 2 * r;
             const uint32 pair = transposed(packPair<kDtype>(sum[0] * factor[r] + bias[r], sum[1] * factor[r] + bias[r]));
-            const int m = firstToken + 8 * j + g, n = column + r * kHalf;
-            if (m < p.M && n < p.N) writePair<kDtype>(p, pair, m, n);
+            const int left = 8 * j + g < tokens ? p.N - column - r * kHalf : 0;  // columns from this one on
+            if (even && left > 0) *reinterpret_cast<uint32*>(y + r * kHalf) = pair;
+            if (even) continue;
+            if (left > 0) y[r * kHalf] = uint16(pair);
+            if (left > 1) y[r * kHalf + 1] = uint16(pair >> 16);
         }
     }
     if (p.activation == kNoActivation && !p.residual) return;
@@ -76,7 +72,7 @@ __device__ __forceinline__ void writeTile(const float* acc, const GemmProblem& p
 #pragma unroll 1
         for (int i = 0; i < 2 * kLaneRows; ++i) {
             const int n = column + i / 2 * kHalf + i % 2;
-            if (n >= p.N) continue;
+            if (n >= p.N || !finishes((m - firstToken) / 8)) continue;
             const size_t at = size_t(m) * p.N + n;
             const float kept = p.residual ? shortToFloat(p.residual[at], kDtype) : 0.0f;
             p.y[at] = withEpilogue(shortToFloat(p.y[at], kDtype), p.activation, p.residual, kept, kDtype);

@@ -1,10 +1,10 @@
 // A k tile of a fused product (gemm.cuh): what a consumer warp needs for it, and how it adds its products.
 //
 // Products: kCollective, whether the four warps of a group multiply together; kCopyArrivals, threads that arrive for a
-// stage of x; copies(warp), whether a thread of the copying group copies; Copies, how: x in order, or rows of x as
-// it is, given as [M, K] or, to WarpgroupProducts, as the address of its tensor map; registers<groups, consumes, sums>(), a
-// warp's share of the registers; take() a stage; add() four registers of A times 16 columns of it, fence() before and
-// commit() behind such; wait<n>() for all but the last n commits.
+// stage of x; oneLane(), true in one lane of a warp; copies(warp), whether a thread of the copying group copies; Copies, how: x
+// in order, or rows of x as it is, given as [M, K] or, to WarpgroupProducts, as the address of its tensor map;
+// registers<groups, consumes, sums>(), a warp's share of the registers; take() a stage; add() four registers of A times 16
+// columns of it, fence() before and commit() behind such; wait<n>() for all but the last n commits.
 #pragma once
 #include "gemm.cuh"
 
@@ -39,13 +39,19 @@ struct TilePlace {
     }
 };
 
-// The barriers of the stages of x: filled, read, summed. kByWarp: whether every consumer warp says that a stage is read.
+// The barriers of the stages of x: filled, read, summed. kByWarp: whether every consumer warp says that a stage is read. One lane
+// of a warp makes those of a stage, as lanes of one warp would make theirs one after the other, 60 cycles each.
 template <class S, class Products, bool kByWarp = !Products::kCollective>
-__device__ __forceinline__ void prepareBarriers(uint32 barriers, int stages, int partners, bool summed = false) {
-    if (threadIdx.x >= stages) return;
-    barrierInit(barriers + threadIdx.x * sizeof(uint64), Products::kCopyArrivals);
-    barrierInit(barriers + (kMostStages + threadIdx.x) * sizeof(uint64), S::kRowGroups * (kByWarp ? kGroupWarps : 1) * partners);
-    if (summed) barrierInit(barriers + (2 * kMostStages + threadIdx.x) * sizeof(uint64), 1);
+__device__ __forceinline__ void prepareBarriers(uint32 barriers, int warp, int stages, int partners, bool summed = false) {
+    if (!Products::oneLane()) return;
+    constexpr int kWarps = (S::kGroups + 1) * kGroupWarps;
+#pragma unroll 1
+    for (int stage = warp; stage < stages; stage += kWarps) {
+        const uint32 filled = barriers + stage * sizeof(uint64);
+        barrierInit(filled, Products::kCopyArrivals);
+        barrierInit(filled + kMostStages * sizeof(uint64), S::kRowGroups * (kByWarp ? kGroupWarps : 1) * partners);
+        if (summed) barrierInit(filled + 2 * kMostStages * sizeof(uint64), 1);
+    }
 }
 
 // Add the products of a k tile to the sums, and make the tables of the one behind it, if there is one. kFine: whether

@@ -54,8 +54,11 @@ struct WeightRing {
     __device__ __forceinline__ void copyScales(uint32 lane) {
         const uint32 target = fill + S::kPlaneBytes, vectors = scaleVectors();
         if (p.groupMagic == 0) {
+            if (lane < vectors) copyAsync16(target, scales);
 #pragma unroll 1
-            for (uint32 v = 0; lane + v < vectors; v += kWarpSize) copyAsync16(target + v * kVectorBytes, scales + v);
+            for (uint32 v = kWarpSize; v < vectors; v += kWarpSize) {
+                if (lane + v < vectors) copyAsync16(target + v * kVectorBytes, scales + v);
+            }
             scales += S::kPhases * vectors;
             return;
         }

@@ -62,6 +62,17 @@ struct Mailbox {
                      : "memory");
 #endif
     }
+    // The same of four values, to an address that is a multiple of 16.
+    __device__ __forceinline__ void send(uint32 shared, const float* four, uint32 rank) const {
+#if QK_CLUSTERS
+        asm volatile("{\n.reg .u32 place, count;\n"
+                     "mapa.shared::cluster.u32 place, %0, %2;\nmapa.shared::cluster.u32 count, %1, %2;\n"
+                     "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [place], {%3, %4, %5, %6}, [count];\n}" ::
+                         "r"(shared),
+                     "r"(sharedAddress(&received)), "r"(rank), "f"(four[0]), "f"(four[1]), "f"(four[2]), "f"(four[3])
+                     : "memory");
+#endif
+    }
     // Wait until all of the bytes are there.
     __device__ __forceinline__ void receive() const {
 #if QK_CLUSTERS

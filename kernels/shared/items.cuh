@@ -7,7 +7,9 @@
 //   sums         of an item that several blocks share, the first block adds those of the others to its own, in order: the
 //                same result bit for bit every time
 //
-// All blocks of the launch run at once, as they wait for each other. "Block" is a cluster of kPartners blocks.
+//   splits       or all items are whole, and the two blocks of a cluster share the k tiles of one (splits.cuh)
+//
+// All blocks of the launch run at once, as they wait for each other. "Block" is a cluster of kPartners or splits blocks.
 #pragma once
 #include "cluster.cuh"
 #include "counts.cuh"
@@ -16,6 +18,7 @@ constexpr int kSharedItems = QK_SHARED_ITEMS;  // that a block has a share of, a
 
 struct ItemPlan {
     int items, wholeItems, kTiles;  // wholeItems: a multiple of the blocks, or all; kTiles: of an item
+    int splits = 1;                 // 2: every cluster has one item
 };
 
 // Which rows and tokens an item has: numbers of its range and of its token tile.
@@ -45,6 +48,7 @@ struct Segment {
 template <int kPartners>
 struct BlockWork {
     int kTiles, rounds, shared, segments;  // rounds: of whole items; shared: k tiles of the others, of all blocks
+    int splits;
     int block, blocks, firstShared, endShared;
 
     // The first one of a block's share. The products stay below 2^31: there are fewer shared items than blocks.
@@ -56,16 +60,27 @@ struct BlockWork {
     __device__ __forceinline__ explicit BlockWork(const Problem& p) : kTiles(p.items().kTiles) {
         const ItemPlan plan = p.items();
         asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));  // volatile: not kept
+        splits = plan.splits;
+        if (splits > 1) {
+            const int rank = clusterRank();
+            block /= 2, rounds = 0, segments = 1, shared = 0;
+            firstShared = kTiles * rank / 2, endShared = kTiles * (rank + 1) / 2;
+            return;
+        }
         block /= kPartners;
         blocks = gridDim.x / kPartners;
-        rounds = max(0, (plan.wholeItems - block + blocks - 1) / blocks);
+        // Divisions take a while, and all warps wait for them before they ask for their first tiles.
+        rounds = plan.wholeItems <= blocks ? block < plan.wholeItems : max(0, (plan.wholeItems - block + blocks - 1) / blocks);
         shared = (plan.items - plan.wholeItems) * kTiles;
+        firstShared = endShared = 0, segments = rounds;
+        if (shared == 0) return;
         firstShared = shareStart(block), endShared = shareStart(block + 1);
-        segments = rounds + (endShared > firstShared ? (endShared - 1) / kTiles - firstShared / kTiles + 1 : 0);
+        segments += endShared > firstShared ? (endShared - 1) / kTiles - firstShared / kTiles + 1 : 0;
     }
     __device__ __forceinline__ int allTiles() const { return rounds * kTiles + endShared - firstShared; }
     template <class Problem>
     __device__ __forceinline__ Segment segment(const Problem& p, int index) const {
+        if (splits > 1) return {block, firstShared, endShared - firstShared};
         if (index < rounds) return {block + index * blocks, 0, kTiles};
         const int item = firstShared / kTiles + index - rounds, start = item * kTiles;
         const int first = max(firstShared, start), end = min(endShared, start + kTiles);

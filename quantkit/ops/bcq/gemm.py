@@ -57,6 +57,7 @@ _SHORT_BYTES, _VECTOR_BYTES = 2, 16
 VECTOR_VALUES = _VECTOR_BYTES // _SHORT_BYTES
 """Elements of x in 16 bytes."""
 _HALF_TILES = 2  # of a k tile: segments of as many or fewer do not change within them
+_SPLITS = 2  # blocks of a cluster that share k tiles
 _FEW_BITS = 4  # planes up to which shared memory carries the other shapes at any group size
 
 
@@ -66,7 +67,8 @@ class GemmLayout:
 
     ranges: parts of N, each with the rows of a block. whole_items: of the ranges times the tiles of tokens, those that
     a block does by itself; the k tiles of the others are shared out evenly among all blocks. stages: of x.
-    shared_mem: bytes of a block. Where the shape has partners, a block is such a pair in all of the above but this.
+    shared_mem: bytes of a block. splits: blocks of a cluster that share the k tiles of one item (split-K), 1 or 2.
+    Where it has two, or the shape has partners, a block is such a cluster in all of the above but shared_mem.
     """
 
     shape: GemmShape
@@ -76,11 +78,17 @@ class GemmLayout:
     blocks: int
     stages: int
     shared_mem: int
+    splits: int = 1
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.shape.partners * self.splits
 
     @property
     def grid(self) -> int:
         """Blocks of the launch."""
-        return self.blocks * self.shape.partners
+        return self.blocks * self.cluster
 
     @property
     def shared_items(self) -> int:
@@ -168,7 +176,10 @@ def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
 
 
 def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
-    """Layouts with as many stages of x as there is room for: whole items alone, and those of the last round shared."""
+    """Layouts with as many stages of x as there is room for.
+
+    Whole items alone, those of the last round shared, and each split where the GPU holds two blocks for every item.
+    """
     row_tiles, token_tiles = GROUP_WARPS * shape.row_groups, ceil(it.tokens / shape.tokens)
     if shape.partners > 1 and (it.n_tiles <= row_tiles or it.gpu.processors < shape.partners):
         return  # the other partner would have no rows, or no place
@@ -189,6 +200,15 @@ def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
     items, processors = ranges * token_tiles, it.gpu.processors // shape.partners
     for whole, blocks in shares(items, it.k_tiles, processors):
         yield GemmLayout(shape, ranges, token_tiles, whole, blocks, *sizes)
+    own += shape.split_bytes
+    stages = whole_stages(shape, (room - own) // stage_bytes)
+    if _splits(it, shape) and items * _SPLITS <= processors and it.k_tiles >= _SPLITS and stages:
+        shared_mem = 2 * GEMM_BARRIER_BYTES + own + stages * stage_bytes
+        yield GemmLayout(shape, ranges, token_tiles, items, items, stages, shared_mem, _SPLITS)
+
+
+def _splits(it: GemmProblem, shape: GemmShape) -> bool:
+    return it.gpu.architecture.clusters and shape.warpgroups and shape.partners == 1
 
 
 def gemm_layouts(it: GemmProblem) -> list[GemmLayout]:

@@ -53,7 +53,7 @@ def cycles(it: GemmProblem, layout: GemmLayout) -> float:
     shape, phases = layout.shape, layout.shape.phases
     costs = _NUMBERS if it.multiplies_numbers(shape) else _COSTS[it.order]
     rounds = ceil(layout.whole_items / layout.blocks)
-    tiles = rounds * it.k_tiles + ceil(layout.shared_items * it.k_tiles / layout.blocks)
+    tiles = ceil(rounds * it.k_tiles / layout.splits) + ceil(layout.shared_items * it.k_tiles / layout.blocks)
     busy_groups = phases * ceil(it.n_tiles / (layout.ranges * shape.partners * GROUP_WARPS))
     tile = costs.expand + it.weight_bits * costs.plane + costs.product[shape.tokens]
     step = max(busy_groups * tile, costs.latency + tile / 2, phases * shape.tokens * TILE_K * 2 / costs.x_bytes)

@@ -89,7 +89,7 @@ def gemm_launches(product: Product, gpu: Gpu, layout: GemmLayout | None = None) 
         },
         shared_mem=plan.layout.shared_mem,
         overlap=product.weights_ready,
-        cluster=plan.layout.shape.partners,
+        cluster=plan.layout.cluster,
     )
     if weight.order.for_batches:
         return (multiply,)
@@ -142,6 +142,7 @@ def _plan(sizes: BcqSizes, tokens: int, dtype: torch.dtype, gpu: Gpu, layout: Ge
         "tokenTiles": layout.token_tiles,
         "tokenBand": TOKEN_BAND,
         "wholeItems": layout.whole_items,
+        "splits": layout.splits,
     }
     arranged = (
         0 if it.order.for_batches else layout.token_tiles * layout.shape.tokens * it.k_tiles * TILE_K * dtype.itemsize

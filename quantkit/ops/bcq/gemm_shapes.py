@@ -5,33 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantkit.cuda.architectures import WARP_THREADS
-from quantkit.ops.bcq.instances import FLOAT_BYTES, GEMM_MOST_STAGES, PANEL_K, TILE_K
+from quantkit.ops.bcq.instances import FLOAT_BYTES, GEMM_MOST_STAGES, PANEL_K, TILE_K, TILE_N
 
 GROUP_WARPS = 4
 _PANEL_ROW_BYTES = PANEL_K * 2
 # (tokens, row groups, phases, slots) of an instance's tile, block and rings.
 WARPGROUP_SHAPES = (
-    *((16, 2, 2, 3), (16, 1, 4, 3), (32, 3, 1, 3), (32, 2, 2, 2), (32, 1, 3, 3)),
-    *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2), (64, 1, 3, 3), (128, 3, 1, 3), (128, 2, 1, 4), (256, 2, 1, 3)),
+    *((16, 3, 1, 3), (16, 2, 2, 3), (16, 1, 4, 3), (32, 3, 1, 3), (32, 2, 2, 2), (32, 1, 3, 3)),
+    *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2), (64, 1, 3, 2)),
+    *((128, 3, 1, 3), (128, 2, 1, 4), (128, 1, 2, 2), (256, 2, 1, 3)),
 )
 # Of these, what registers do not carry without spilling, by planes and whether offsets are added apart.
-_SPILLING_OF_8 = {
-    *((16, 2, 2, 3), (16, 1, 4, 3), (32, 2, 2, 2)),
-    *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2)),
-}
-SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {
-    (1, False): {(128, 3, 1, 3)},
-    (3, False): {(64, 4, 1, 2)},
-    (4, True): {(64, 4, 1, 2), (64, 2, 2, 2)},
-    (5, False): {(64, 1, 3, 3)},
-    (6, False): {(32, 2, 2, 2)},
-    (7, False): {(32, 2, 2, 2), (64, 3, 1, 3)},
-    (8, False): _SPILLING_OF_8,
-    (8, True): _SPILLING_OF_8,
-}
+SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {(8, True): {(64, 4, 1, 2), (64, 2, 2, 2)}}
 NUMBER_SHAPES = (  # in the place of those of as many tokens where numbers are multiplied
-    *((16, 2, 2, 3), (16, 1, 4, 3), (16, 2, 3, 2), (16, 4, 1, 3)),
-    *((32, 2, 2, 3), (32, 1, 3, 3), (32, 1, 4, 2), (32, 4, 1, 2)),
+    *((16, 3, 1, 3), (16, 2, 2, 3), (16, 1, 4, 3), (16, 4, 1, 3)),
+    *((32, 3, 1, 3), (32, 2, 2, 3), (32, 1, 3, 3), (32, 1, 4, 2), (32, 4, 1, 2)),
 )
 NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
 PAIRED_SHAPES = ((256, 2, 1, 3),)  # whose blocks copy x for each other where boxes do; smaller tiles gain nothing
@@ -84,6 +72,11 @@ class GemmShape:
     def sum_bytes(self) -> int:
         """Sums of x, for every half tile of a stage."""
         return self.panels // 2 * self.tokens * FLOAT_BYTES
+
+    @property
+    def split_bytes(self) -> int:
+        """Half of the sums of the other block that shares the k tiles of an item."""
+        return self.tokens // 2 * self.row_groups * GROUP_WARPS * TILE_N * FLOAT_BYTES
 
     @property
     def tile_stages(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.cuda.architectures import ARCHITECTURES, Architecture
+from quantkit.cuda.architectures import ARCHITECTURES, Architecture, Kernel
 from quantkit.cuda.compile import CompileUnit, compile_units
 from quantkit.cuda.device import Gpu, gpu_of
 from quantkit.cuda.source import KernelSource
@@ -60,6 +60,20 @@ def test_every_weight_that_fits_has_a_layout_with_a_known_instance(row: Architec
 
 
 @pytest.mark.parametrize("row", ROWS)
+def test_k_is_split_on_warpgroups_where_there_is_room_for_two_blocks_an_item(row: Architecture) -> None:
+    gpu, splits = Gpu(row, PROCESSORS), Kernel.BCQ_GEMM_WGMMA in row.kernels
+    for n_tiles, k_tiles, ours in ((256, 56, splits), (256, 1, False), (1792, 16, False)):
+        problem = GemmProblem(4, 5, 16, 2, n_tiles, k_tiles, 16, gpu, Order.CODES)
+        split = [layout for layout in gemm_layouts(problem) if layout.splits > 1]
+        assert bool(split) == ours
+        for layout in split:
+            assert layout.cluster == 2
+            assert layout.shared_items == layout.partial_floats == 0  # sums stay within the cluster
+            assert layout.grid == 2 * layout.ranges * layout.token_tiles <= PROCESSORS
+        assert (plan_gemm(problem).splits > 1) == ours  # it is faster than any other way of these
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_groups_of_128_fit_at_every_width(row: Architecture) -> None:
     assert all(gemm_fits(bits, 128, row) for bits in BITS)
 
@@ -83,6 +97,7 @@ def test_python_and_cuda_agree_on_the_sizes_in_shared_memory(monkeypatch: pytest
                 f"static_assert({name}::kPlaneBytes + {scales} == {it.slot_bytes});",
                 f"static_assert({name}::kStageBytes == {shape.stage_bytes});",
                 f"static_assert({name}::kTileStages == {shape.tile_stages});",
+                f"static_assert({name}::Splits::kBytes == {shape.split_bytes});",
             ]
             if it.multiplies_numbers(shape):
                 lines.append(f"static_assert({name}::kNumbers && SumsOfX<{name}>::kStageBytes == {shape.sum_bytes});")
@@ -180,6 +195,23 @@ def test_partners_on_odd_shapes(order: Order, tokens: int) -> None:
         y = _multiply(x, tiles, None, gpu, layout)
         assert relative_error(y, reference(weight, x, None)) < RTOL[torch.float16]
         assert torch.equal(_multiply(x, tiles, None, gpu, layout), y)
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("tokens", [3, 30, 70, 130])
+@pytest.mark.parametrize("order", Order)
+def test_halves_of_split_k_on_odd_shapes(order: Order, tokens: int) -> None:
+    gpu, weight = _gpu(None), random_weight(4, 333, 777, 128, offset=True, equal_steps=order == Order.GRID)
+    x, bias = torch.randn(tokens, 777, device=CUDA).half(), torch.randn(333, device=CUDA).half()
+    tiles, expected = weight.to(CUDA).tiled(order), reference(weight, x, bias)
+    split = [layout for layout in _layouts(tiles, tokens, gpu) if layout.splits > 1]
+    if not split:
+        pytest.skip("this GPU has no clusters with warpgroup products")
+    for layout in split:
+        y = _multiply(x, tiles, bias, gpu, layout)
+        assert relative_error(y, expected) < RTOL[torch.float16]
+        assert torch.equal(_multiply(x, tiles, bias, gpu, layout), y)
 
 
 @pytest.mark.cuda
