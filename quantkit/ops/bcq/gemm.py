@@ -190,6 +190,8 @@ def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
     numbers = it.multiplies_numbers(shape)
     if numbers and shape.tokens < min(it.tokens, GEMM_NUMBER_TOKENS):
         return  # the weight would be read again where it takes longest
+    if shape.row_groups == 1 and shape.tokens > GEMM_FEW_TOKENS and token_tiles > 1:
+        return  # as much of x would be read again for every 64 rows, by more blocks
     own = rings + sums + (0 if numbers else tables)
     stage_bytes = shape.stage_bytes + (shape.sum_bytes if numbers else 0)
     room = it.gpu.architecture.shared_limit() - 2 * GEMM_BARRIER_BYTES  # where they begin is rounded up
