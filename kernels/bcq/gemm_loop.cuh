@@ -10,7 +10,9 @@ __device__ __forceinline__ bool isSplit(const GemmProblem& p) { return S::kPartn
 
 // Bytes of shared memory that sums take.
 template <class S>
-__device__ __forceinline__ uint32 sumBytes(const GemmProblem& p) { return kPhaseSums<S> + (isSplit<S>(p) ? S::Splits::kBytes : 0); }
+__device__ __forceinline__ uint32 sumBytes(const GemmProblem& p) {
+    return kPhaseSums<S> + (isSplit<S>(p) ? S::Splits::kBytes : 0);
+}
 
 // Turn the consumers' sums of a segment into y, or leave them to the block that does.
 template <class S>
@@ -100,7 +102,8 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
             ring.fetch();
             __syncwarp();
             if (S::kFine || (S::kBothForms && p.segments > kTileWords / kChunkWords)) {
-                multiplyTile<S, Products, S::kFine || S::kBothForms>(acc, p, own, at, ring.slotBytes, maker, barriers, stages, place);
+                multiplyTile<S, Products, S::kFine || S::kBothForms>(acc, p, own, at, ring.slotBytes, maker, barriers, stages,
+                                                                     place);
             } else {
                 multiplyTile<S, Products, false>(acc, p, own, at, ring.slotBytes, maker, barriers, stages, place);
             }
