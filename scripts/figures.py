@@ -31,6 +31,14 @@ SPEED_LINES = {  # what was measured: its name and colour here
     "rtn-w4-g128 batch": ("rtn, gptq, 4 bits, order for batches", "#31a354"),
     "nuqmm-q2-g128": ("2 bits, order for latency", "#9e9ac8"),
 }
+BITS_FILE, BITS_SHAPE, BITS_ROWS = "bcq-rows-split-h100.json", "4096x14336", (1, 16, 64)
+BITS_LINES = {  # names of what was measured by bits per weight: a name and colour here
+    "bcq, any steps": ({2: "nuqmm-q2-g128 batch", 3: "bcq-w3-g128 batch", 4: "bcq-w4-g128 batch"}, "#3182bd"),
+    "rtn, gptq, equal steps": ({4: "rtn-w4-g128 batch"}, "#31a354"),
+    "Humming": ({2: "humming-2", 3: "humming-3", 4: "humming-4"}, "#e6550d"),
+    "fp8": ({8: "fp8"}, "#756bb1"),
+    "fp16": ({16: "fp16"}, "#555555"),
+}
 SERVING_FILE, SERVING_MODEL = "serving-steps-h200.json", "llama-3-8b"
 SERVING_LINES = {  # a setting of scripts/serve_bench.py on one GPU: its name and colour here
     "fp16": ("fp16", "#555555"),
@@ -83,6 +91,12 @@ def speed_lines(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[in
     return {
         what: sorted((entry["rows"], entry["us"]) for entry in own if entry["what"] == what) for what in SPEED_LINES
     }
+
+
+def bits_lines(entries: Sequence[Mapping[str, Any]], rows: int) -> dict[str, list[tuple[int, float]]]:
+    """By key of BITS_LINES, (bits per weight, microseconds) at so many rows of activations."""
+    own = {entry["what"]: entry["us"] for entry in entries if (entry["shape"], entry["rows"]) == (BITS_SHAPE, rows)}
+    return {label: [(bits, own[what]) for bits, what in names.items()] for label, (names, _) in BITS_LINES.items()}
 
 
 def quality_points(model: str) -> dict[str, list[tuple[float, float]]]:
@@ -174,6 +188,33 @@ def draw_speed(path: Path) -> None:
     save(figure, [axes], path)
 
 
+def draw_bits(path: Path) -> None:
+    """Microseconds against bits per weight, a panel per number of rows."""
+    document = read(BITS_FILE)
+    figure, panels = plt.subplots(1, len(BITS_ROWS), figsize=(9.6, 3.6), layout="constrained", sharey=True)
+    bits = sorted({count for names, _ in BITS_LINES.values() for count in names})
+    for axes, rows in zip(panels, BITS_ROWS, strict=True):
+        for label, points in bits_lines(document["entries"], rows).items():
+            colour = BITS_LINES[label][1]
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=5, color=colour, linewidth=2, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(bits, [str(count) for count in bits])
+        axes.minorticks_off()
+        axes.set(xlabel="bits per weight, without scales")
+        axes.set_title(f"{rows} row{'s' if rows > 1 else ''}", fontsize=10, loc="left")
+    panels[0].set_ylim(0)
+    panels[0].set_ylabel("microseconds")
+    panels[0].legend(frameon=False, fontsize=8)
+    facts = document["environment"]
+    figure.suptitle(
+        f"One {BITS_SHAPE.replace('x', ' x ')} Linear, groups of 128, cold L2; {facts['device']}",
+        fontsize=10,
+        x=0.01,
+        ha="left",
+    )
+    save(figure, panels, path)
+
+
 def draw_quality(path: Path) -> None:
     """Perplexity against bits per weight, a panel per model."""
     figure, panels = plt.subplots(1, len(MODELS), figsize=(9.6, 4.4), layout="constrained")
@@ -212,6 +253,7 @@ def save(figure: Any, panels: Sequence[Axes], path: Path) -> None:
 def main() -> None:
     OUT.mkdir(exist_ok=True)
     draw_speed(OUT / "speed.png")
+    draw_bits(OUT / "bits.png")
     draw_quality(OUT / "quality.png")
     draw_serving(OUT / "serving.png")
     print(*(f"{path.name} {path.stat().st_size} bytes" for path in sorted(OUT.glob("*.png"))), sep="\n")

@@ -20,6 +20,14 @@ def test_speed_takes_the_rows_of_one_shape() -> None:
     assert lines == {what: [(1, 11.0), (8, 18.0)] for what in figures.SPEED_LINES}
 
 
+def test_bits_take_every_width_of_one_shape_and_number_of_rows() -> None:
+    entries = figures.read(figures.BITS_FILE)["entries"]
+    own = {entry["what"]: entry["us"] for entry in entries if (entry["shape"], entry["rows"]) == ("4096x14336", 16)}
+    lines = figures.bits_lines(entries, 16)
+    assert lines["Humming"] == [(2, own["humming-2"]), (3, own["humming-3"]), (4, own["humming-4"])]
+    assert lines["fp16"] == [(16, own["fp16"])]
+
+
 def test_serving_takes_the_settings_of_one_gpu_that_were_measured() -> None:
     steps = {"16": 4.0, "1": 2.0}
     results = {
