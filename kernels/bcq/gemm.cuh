@@ -77,7 +77,7 @@ __device__ __forceinline__ WorkItem workItem(const GemmProblem& p, int item) {
 struct StagePlace {
     int stage;
     uint32 parity;
-    // By at most as many as there are stages; by any number.
+    // advance takes by <= stages, so it needs no loop; skip takes any number.
     __device__ __forceinline__ void advance(int by, int stages) {
         stage += by;
         if (stage >= stages) stage -= stages, parity ^= 1;

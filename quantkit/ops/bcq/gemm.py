@@ -204,12 +204,12 @@ def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
         yield GemmLayout(shape, ranges, token_tiles, whole, blocks, *sizes)
     own += shape.split_bytes
     stages = whole_stages(shape, (room - own) // stage_bytes)
-    if _splits(it, shape) and items * _SPLITS <= processors and it.k_tiles >= _SPLITS and stages:
+    if _may_split(it, shape) and items * _SPLITS <= processors and it.k_tiles >= _SPLITS and stages:
         shared_mem = 2 * GEMM_BARRIER_BYTES + own + stages * stage_bytes
         yield GemmLayout(shape, ranges, token_tiles, items, items, stages, shared_mem, _SPLITS)
 
 
-def _splits(it: GemmProblem, shape: GemmShape) -> bool:
+def _may_split(it: GemmProblem, shape: GemmShape) -> bool:
     return it.gpu.architecture.clusters and shape.warpgroups and shape.partners == 1
 
 
