@@ -27,7 +27,7 @@ __device__ __forceinline__ void multiplyExperts(const ExpertsProblem& p) {
     const Consumer own = Consumer::of<Products::kCollective, S::kRowGroups>(warp, lane);
     ExpertsRing<S> ring(p, work, own.phase, own.tile);
     const uint32 tableBytes = p.segments * S::kSegmentTable, allTables = rings + S::kGroups * kGroupWarps * ring.bytes();
-    TilePlace at(rings + warp * ring.bytes(), ring.bytes(), allTables + warp * 2 * tableBytes, tableBytes);
+    TilePlace<S> at(rings + warp * ring.bytes(), allTables + warp * 2 * tableBytes, tableBytes);
     uint32 laneBytes = lane * kVectorBytes;
     keepInRegister(laneBytes);
     ring.begin(at.firstSlot, laneBytes);
@@ -43,9 +43,7 @@ __device__ __forceinline__ void multiplyExperts(const ExpertsProblem& p) {
         maker.make(at.slot + S::kPlaneBytes, at.tables);
 #pragma unroll 1
         for (int k = own.phase; k < work.ownTiles; k += S::kPhases) {
-            ring.fetch();
-            __syncwarp();
-            multiplyTile<S, Products>(acc, p, own, at, ring.slotBytes, maker, barriers, stages, place);
+            multiplyTile<S, Products>(acc, p, own, at, ring, maker, barriers, stages, place);
             at.advance(ring.slotBytes);
             place.advance((S::kPhases - 1) * S::kTileStages, p.stages);
         }

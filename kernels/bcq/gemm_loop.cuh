@@ -4,10 +4,6 @@
 #include "gemm_sums.cuh"
 #include "gemm_weights.cuh"
 
-// Whether another block has part of the k tiles of this block's item.
-template <class S>
-__device__ __forceinline__ bool isSplit(const GemmProblem& p) { return S::kPartners == 1 && p.splits > 1; }
-
 // Bytes of shared memory that sums take.
 template <class S>
 __device__ __forceinline__ uint32 sumBytes(const GemmProblem& p) {
@@ -68,7 +64,7 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     const Consumer own = Consumer::of<!kByWarp, S::kRowGroups>(warp, lane);
     WeightRing<S> ring(p, own.phase, own.tile);
     const uint32 tableBytes = kNumbers ? 0 : p.segments * S::kSegmentTable, allTables = rings + kRings * ring.bytes();
-    TilePlace at(rings + warp * ring.bytes(), ring.bytes(), allTables + warp * 2 * tableBytes, tableBytes);
+    TilePlace<S> at(rings + warp * ring.bytes(), allTables + warp * 2 * tableBytes, tableBytes);
     uint32 laneBytes = lane * kVectorBytes;
     keepInRegister(laneBytes);
     ring.begin(at.firstSlot, laneBytes);
@@ -95,17 +91,10 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
                 __syncwarp();  // this tile is there for all lanes, and all have read the slot that is filled next
                 ring.fetch();
                 multiplyNumbers<S, Products>(acc, p, own, at.slot, barriers, stages, sumsOfX, place);
-                at.advance(ring.slotBytes);
-                place.advance((S::kPhases - 1) * S::kTileStages, p.stages);
-                continue;
-            }
-            ring.fetch();
-            __syncwarp();
-            if (S::kFine || (S::kBothForms && p.segments > kTileWords / kChunkWords)) {
-                multiplyTile<S, Products, S::kFine || S::kBothForms>(acc, p, own, at, ring.slotBytes, maker, barriers, stages,
-                                                                     place);
+            } else if (S::kFine || (S::kBothForms && p.segments > kTileWords / kChunkWords)) {
+                multiplyTile<S, Products, S::kFine || S::kBothForms>(acc, p, own, at, ring, maker, barriers, stages, place);
             } else {
-                multiplyTile<S, Products, false>(acc, p, own, at, ring.slotBytes, maker, barriers, stages, place);
+                multiplyTile<S, Products>(acc, p, own, at, ring, maker, barriers, stages, place);
             }
             at.advance(ring.slotBytes);
             place.advance((S::kPhases - 1) * S::kTileStages, p.stages);

@@ -2,6 +2,10 @@
 #pragma once
 #include "gemm.cuh"
 
+// Whether another block has part of the k tiles of this block's item.
+template <class S>
+__device__ __forceinline__ bool isSplit(const GemmProblem& p) { return S::kPartners == 1 && p.splits > 1; }
+
 // Bytes of the sums that phases leave for the first.
 template <class S>
 constexpr uint32 kPhaseSums = (S::kPhases - 1) * (S::kConsumers / S::kPhases) * (S::kTokens / 8) * kVectorBytes;
@@ -40,7 +44,7 @@ template <class S>
 __device__ __forceinline__ void writeTile(const float* acc, const GemmProblem& p, int nTile, int firstToken, int lane) {
     constexpr int kDtype = S::kDtype, kHalf = kTileN / kLaneRows;
     const int g = lane / kTileQuads, t = lane % kTileQuads, column = nTile * kTileN + 2 * t;
-    const auto finishes = [&](int j) { return p.splits == 1 || S::Splits::finishes(j); };
+    const auto finishes = [&](int j) { return !isSplit<S>(p) || S::Splits::finishes(j); };
     const bool even = p.N % 2 == 0;  // two elements are one store
     float factor[kLaneRows], bias[kLaneRows];
 #pragma unroll

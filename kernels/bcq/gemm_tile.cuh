@@ -24,13 +24,14 @@ struct Consumer {
 };
 
 // Where a consumer warp is in shared memory: the slot of its tile, that tile's tables and those of the next one.
+template <class S>
 struct TilePlace {
-    uint32 slot, firstSlot, endSlot, tables, otherTables;
+    uint32 slot, firstSlot, tables, otherTables;
 
-    __device__ __forceinline__ TilePlace(uint32 ring, uint32 ringBytes, uint32 tables, uint32 tableBytes)
-        : slot(ring), firstSlot(ring), endSlot(ring + ringBytes), tables(tables), otherTables(tables + tableBytes) {}
+    __device__ __forceinline__ TilePlace(uint32 ring, uint32 tables, uint32 tableBytes)
+        : slot(ring), firstSlot(ring), tables(tables), otherTables(tables + tableBytes) {}
     __device__ __forceinline__ uint32 nextSlot(uint32 slotBytes) const {
-        return slot + slotBytes == endSlot ? firstSlot : slot + slotBytes;
+        return slot == firstSlot + (S::kSlots - 1) * slotBytes ? firstSlot : slot + slotBytes;
     }
     __device__ __forceinline__ void advance(uint32 slotBytes) {
         slot = nextSlot(slotBytes);
@@ -54,29 +55,68 @@ __device__ __forceinline__ void prepareBarriers(uint32 barriers, int warp, int s
     }
 }
 
-// Add the products of a k tile to the sums, and make the tables of the one behind it, if there is one. kFine: whether
-// levels may change within half a tile of codes, of which a word is 32 columns.
-template <class S, class Products, bool kFine = false>
-__device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, const Consumer& own, const TilePlace& at,
-                                             uint32 slotBytes, const TableMaker<typename S::Row>& maker, uint32 barriers,
-                                             uint32 stages, StagePlace& place) {
-    constexpr int kBits = S::kBits;
-    typename S::Row upper, lower;
-    typename S::Words upperWords, lowerWords;
-    Products products;
-#pragma unroll
-    for (int word = 0; word < kTileWords; ++word) {
-        if (word % kChunkWords == 0) {
-            const int half = word / kChunkWords;
+// Say that products have read a stage of x. read: the barrier for that.
+template <class S>
+__device__ __forceinline__ void giveBack(uint32 read, const Consumer& own) {
+    if (!own.signals) return;
+    barrierArrive(read);
+    if constexpr (S::kPartners > 1) remoteArrive(read, clusterRank() ^ 1);
+}
+
+// What a warp's two rows of a lane have in a k tile, read from its slot: half a tile's planes, or where words need no others
+// one word ahead.
+template <class S>
+struct TileWords {
+    static constexpr int kBits = S::kBits;
+    static constexpr bool kApart = S::Words::kApart;
+    const uint32 slot, lane;
+    typename S::Words upper, lower;
+    uint2 next;
+
+    __device__ __forceinline__ TileWords(uint32 slot, uint32 lane) : slot(slot), lane(lane) {
+        if constexpr (kApart) next = load(0, 0);
+    }
+    // Plane i of half a tile, or its word i; of the half that a word is in.
+    __device__ __forceinline__ uint2 load(int i, int word) const {
+        return loadSharedWords(slot + (i * kWarpSize + lane) * kVectorBytes + word / kChunkWords * 8);
+    }
+    __device__ __forceinline__ void take(int word) {
+        if constexpr (kApart) {
+            upper.takeWord(word % kChunkWords, next.x);
+            lower.takeWord(word % kChunkWords, next.y);
+        } else if (word % kChunkWords == 0) {
             uint32 upperPlanes[kBits], lowerPlanes[kBits];
 #pragma unroll
             for (int i = 0; i < kBits; ++i) {
-                const uint2 two = loadSharedWords(at.slot + (i * kWarpSize + own.lane) * kVectorBytes + half * 8);
+                const uint2 two = load(i, word);
                 upperPlanes[i] = two.x, lowerPlanes[i] = two.y;
             }
-            upperWords.take(upperPlanes);
-            lowerWords.take(lowerPlanes);
+            upper.take(upperPlanes);
+            lower.take(lowerPlanes);
         }
+    }
+    // Ask for the word behind this one.
+    __device__ __forceinline__ void readAhead(int word) {
+        if (kApart && word + 1 < kTileWords) next = load((word + 1) % kChunkWords, word + 1);
+    }
+};
+
+// Add the products of a k tile to the sums. While they run, ask for a later tile of the weight, and make the tables of the
+// next one, if there is one. Products of one stage of x run on while words of the next are expanded, but end with the tile:
+// where a loop ends the compiler moves sums, and does not wait for them. kFine: whether levels may change within half a tile
+// of codes, of which a word is 32 columns.
+template <class S, class Products, bool kFine = false, class Ring>
+__device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, const Consumer& own, const TilePlace<S>& at,
+                                             Ring& ring, const TableMaker<typename S::Row>& maker, uint32 barriers,
+                                             uint32 stages, StagePlace& place) {
+    typename S::Row upper, lower;
+    Products products;
+    uint32 read = 0;  // of the stage that products have been asked to read
+    __syncwarp();     // the tables of this tile are there for all lanes
+    TileWords<S> words(at.slot, own.lane);
+#pragma unroll
+    for (int word = 0; word < kTileWords; ++word) {
+        words.take(word);
         if (word % kChunkWords == 0 || (kFine && (word & -word) * p.segments >= kTileWords)) {
             // Of planes, segments narrower than half a tile differ between the lanes of a row.
             const int column = S::kCodes ? word : word + own.lane % kTileQuads;
@@ -85,8 +125,8 @@ __device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, c
             lower.load(tables, own.lane / kTileQuads + kTileN / 2);
         }
         uint32 a[kWordPairs], b[kWordPairs];
-        upperWords.expand(upper, word % kChunkWords, a);
-        lowerWords.expand(lower, word % kChunkWords, b);
+        words.upper.expand(upper, word % kChunkWords, a);
+        words.lower.expand(lower, word % kChunkWords, b);
         if (word % S::kStageWords == 0) {
             barrierWait(barriers + place.stage * sizeof(uint64), place.parity);
             products.take(stages + place.stage * S::kStageBytes, own.lane);
@@ -96,22 +136,20 @@ __device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, c
         products.add(acc, a[0], b[0], a[1], b[1], panel, step);
         products.add(acc, a[2], b[2], a[3], b[3], panel, step + 1);
         products.commit();
-        if (word == kTileWords - 3) {  // while the last products run
+        words.readAhead(word);
+        if (word == 0) ring.fetch();
+        if (word == kTileWords - 3) {
             copyWait<S::kSlots - 2>();
             __syncwarp();
-            maker.make(at.nextSlot(slotBytes) + S::kPlaneBytes, at.otherTables);
+            maker.make(at.nextSlot(ring.slotBytes) + S::kPlaneBytes, at.otherTables);
         }
-        if (word % S::kStageWords == S::kStageWords - 1) {
-            products.template wait<0>();
-            if (!Products::kCollective) __syncwarp();
-            if (own.signals) {
-                const uint32 read = barriers + (kMostStages + place.stage) * sizeof(uint64);
-                barrierArrive(read);
-                if constexpr (S::kPartners > 1) remoteArrive(read, clusterRank() ^ 1);
-            }
-            place.advance(1, p.stages);
-        } else {
-            products.template wait<1>();
-        }
+        if (word + 1 < kTileWords) products.template wait<1>();
+        else products.template wait<0>();
+        if (Products::kCollective && word > 0 && word % S::kStageWords == 0) giveBack<S>(read, own);
+        if (word % S::kStageWords < S::kStageWords - 1) continue;
+        read = barriers + (kMostStages + place.stage) * sizeof(uint64);
+        if (!Products::kCollective) __syncwarp();
+        if (!Products::kCollective || word + 1 == kTileWords) giveBack<S>(read, own);
+        place.advance(1, p.stages);
     }
 }

@@ -9,14 +9,14 @@ struct WeightRing {
     const GemmProblem& p;
     const int tile;                       // the warp's n tile within a range
     const uint32 slotBytes;
-    uint32 fill, start, end;              // of the slots; plus the lane's bytes in a register, as NVRTC 13.0 builds no
-                                          // valid copy to an address that is partly uniform
+    uint32 fill, start;                   // of the slots; plus the lane's bytes in a register, as NVRTC 13.0 builds no valid
+                                          // copy to an address that is partly uniform
     const uint4 *planes, *scales;         // of the next tile, plus the lane; scales of the n tile where groups differ
-    int index, firstTile, tiles, kTile;   // of the segment, of its k tiles
+    int index, kTile, left;               // of the segment, of the next tile; k tiles of the segment from that one on
     bool present;
 
     __device__ __forceinline__ WeightRing(const GemmProblem& p, int phase, int tile)
-        : p(p), tile(tile), slotBytes(S::kPlaneBytes + scaleVectors() * kVectorBytes), index(-1), tiles(0), kTile(phase) {}
+        : p(p), tile(tile), slotBytes(S::kPlaneBytes + scaleVectors() * kVectorBytes), index(-1), left(-phase) {}
 
     static __device__ __forceinline__ uint32 bytesOf(const GemmProblem& p) {
         return S::kSlots * (S::kPlaneBytes + p.segments * (p.entries * p.scaleBits / kBitsPerByte) * kVectorBytes);
@@ -26,7 +26,6 @@ struct WeightRing {
     __device__ __forceinline__ uint32 bytes() const { return S::kSlots * slotBytes; }
     __device__ __forceinline__ void begin(uint32 ring, uint32 laneBytes) {
         fill = start = ring + laneBytes;
-        end = start + bytes();
         enterNext();
 #pragma unroll 1
         for (int i = 0; i < S::kSlots - 1; ++i) fetch();
@@ -34,22 +33,22 @@ struct WeightRing {
     // The next segment that has a k tile for this phase.
     __device__ __forceinline__ void enterNext() {
         const typename S::Work work(p);
-        Segment segment{0, 0, tiles};
+        Segment segment{};
         do {
-            kTile -= segment.tiles;
             if (++index >= work.segments) {
-                present = false, tiles = kNever;
+                present = false, left = kNever;
                 return;
             }
             segment = work.segment(p, index);
-        } while (kTile >= segment.tiles);
+            left += segment.tiles;
+        } while (left <= 0);
+        kTile = segment.firstTile + segment.tiles - left;
         const WorkItem next = workItem<S::kPartners>(p, segment.item);
-        const uint32 lane = threadIdx.x % kWarpSize, first = segment.firstTile + kTile;
-        firstTile = segment.firstTile, tiles = segment.tiles;
+        const uint32 lane = threadIdx.x % kWarpSize;
         present = tile < next.nTiles;
         const size_t own = next.nTile + (present ? tile : 0);
-        planes = p.tiles + (own * work.kTiles + first) * S::kPlaneVectors + lane;
-        scales = p.scales + own * p.groups * groupVectors() + (p.groupMagic == 0 ? first * scaleVectors() + lane : 0);
+        planes = p.tiles + (own * work.kTiles + kTile) * S::kPlaneVectors + lane;
+        scales = p.scales + own * p.groups * groupVectors() + (p.groupMagic == 0 ? kTile * scaleVectors() + lane : 0);
     }
     __device__ __forceinline__ void copyScales(uint32 lane) {
         const uint32 target = fill + S::kPlaneBytes, vectors = scaleVectors();
@@ -64,7 +63,7 @@ struct WeightRing {
         }
 #pragma unroll 1
         for (uint32 v = lane; v < vectors; v += kWarpSize) {
-            const uint32 part = v / groupVectors(), place = (firstTile + kTile) * p.segments + part;
+            const uint32 part = v / groupVectors(), place = kTile * p.segments + part;
             const uint32 group = min(__umulhi(place, p.groupMagic), uint32(p.groups) - 1);
             const uint32 from = (group - part) * groupVectors() + v;  // wraps to a small number: not added in two steps
             copyAsync16(target + (v - lane) * kVectorBytes, scales + from);
@@ -79,9 +78,8 @@ struct WeightRing {
             copyScales(threadIdx.x % kWarpSize);
         }
         copyCommit();
-        kTile += S::kPhases;
-        if (kTile >= tiles) enterNext();
-        fill += slotBytes;
-        if (fill == end) fill = start;
+        kTile += S::kPhases, left -= S::kPhases;
+        if (left <= 0) enterNext();
+        fill = fill == start + (S::kSlots - 1) * slotBytes ? start : fill + slotBytes;
     }
 };

@@ -86,7 +86,10 @@ struct GridLevels {
 
 // One row's 32 columns.
 struct GridWords {
+    static constexpr bool kApart = true;  // whether words need no others
     uint32 words[kGridPlanes];
+
+    __device__ __forceinline__ void takeWord(int s, uint32 word) { words[s] = word; }
 
     __device__ __forceinline__ void take(const uint32 (&codes)[kGridPlanes]) {
 #pragma unroll

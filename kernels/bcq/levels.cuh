@@ -160,8 +160,11 @@ struct BlockOf {
 // One row's 32 columns.
 template <int kBits, template <int> class Block>
 struct PlaneWords {
+    static constexpr bool kApart = kBits == kBlockPlanes && Block<kBits>::kStoredAsCodes;  // whether words need no others
     Block<firstPlanes(kBits)> first;
     Block<(kBits > kBlockPlanes ? secondPlanes(kBits) : 1)> second;
+
+    __device__ __forceinline__ void takeWord(int s, uint32 word) { first.words[s] = word; }
 
     __device__ __forceinline__ void take(const uint32 (&planes)[kBits]) {
         first.take(planes);

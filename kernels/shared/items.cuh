@@ -70,7 +70,7 @@ struct BlockWork {
         block /= kPartners;
         blocks = gridDim.x / kPartners;
         // Divisions take a while, and all warps wait for them before they ask for their first tiles.
-        rounds = plan.wholeItems <= blocks ? block < plan.wholeItems : max(0, (plan.wholeItems - block + blocks - 1) / blocks);
+        rounds = plan.wholeItems <= blocks ? block < plan.wholeItems : (plan.wholeItems - block + blocks - 1) / blocks;
         shared = (plan.items - plan.wholeItems) * kTiles;
         firstShared = endShared = 0, segments = rounds;
         if (shared == 0) return;

@@ -22,6 +22,7 @@ _ENTRY = re.compile(r"Compiling entry function '(\S+)'")
 _MEMORY = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
+_SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized .* function '(\S+)'")
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,18 @@ class CompileUnit:
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas reports for one instance: registers per thread, static shared memory per block, bytes per thread."""
+    """What ptxas reports for one instance: registers per thread, static shared memory per block, bytes per thread.
+
+    serialized: every product of a warpgroup waits for the one before, for want of registers or of proof that none of a
+    running product's is touched.
+    """
 
     registers: int
     shared: int
     stack_frame: int
     spill_stores: int
     spill_loads: int
+    serialized: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,12 +140,13 @@ def compiler_options(source: KernelSource, row: Architecture) -> tuple[str, ...]
 def parse_resources(log: str) -> dict[str, Resources]:
     """ptxas -v output -> resources per mangled symbol; what its functions that are not inlined use is added."""
     resources = {}
+    serialized = set(_SERIALIZED.findall(log))
     _, *sections = _ENTRY.split(log)
     for symbol, section in zip(sections[::2], sections[1::2], strict=True):
         frame, stores, loads = (sum(map(int, column)) for column in zip(*_MEMORY.findall(section), strict=True))
         registers = max(map(int, _REGISTERS.findall(section)))
         shared = max(map(int, _SHARED.findall(section)), default=0)
-        resources[symbol] = Resources(registers, shared, frame, stores, loads)
+        resources[symbol] = Resources(registers, shared, frame, stores, loads, symbol in serialized)
     return resources
 
 

@@ -30,6 +30,7 @@ from quantkit.ops.bcq.gemm_shapes import (
     SPILLING,
     WARP_SHAPES,
     WARPGROUP_SHAPES,
+    WIDE_SHAPES,
     GemmShape,
     whole_stages,
 )
@@ -166,11 +167,15 @@ def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
     known: tuple[tuple[int, int, int, int], ...] = WARP_SHAPES
     warpgroups = Kernel.BCQ_GEMM_WGMMA in it.gpu.architecture.kernels
     if warpgroups:
+        known = WARPGROUP_SHAPES
+        if it.weight_bits > _FEW_BITS:
+            known += NARROW_SHAPES
+        elif it.order.for_batches:
+            known += WIDE_SHAPES
         spilling = () if it.order == Order.GRID else SPILLING.get((it.weight_bits, it.offsets_apart), ())
-        known = tuple(numbers for numbers in WARPGROUP_SHAPES if numbers not in spilling)
+        known = tuple(numbers for numbers in known if numbers not in spilling)
         if it.order == Order.GRID and not it.fine:
             known = NUMBER_SHAPES + tuple(numbers for numbers in known if numbers[0] > GEMM_NUMBER_TOKENS)
-        known += () if it.weight_bits <= _FEW_BITS else NARROW_SHAPES
     paired = PAIRED_SHAPES if warpgroups and it.order.for_batches else ()
     return (GemmShape(*numbers, warpgroups, 2 if numbers in paired else 1) for numbers in known)
 

@@ -47,6 +47,7 @@ _COSTS = {
     Order.GRID: Costs(607, 0, {16: 0, 32: 91, 64: 321, 128: 758, 256: 1500}, 1510, 302, 4918, 4, 229, 30),
 }
 _NUMBERS = Costs(639, 0, {16: 10, 32: 89}, 2040, 716, 4760, 15, 1033, 26)
+_ITEM = 1000  # of the start and the end of a whole item, in which nothing is multiplied
 
 
 def cycles(it: GemmProblem, layout: GemmLayout) -> float:
@@ -61,5 +62,5 @@ def cycles(it: GemmProblem, layout: GemmLayout) -> float:
     shared = layout.shared_items and (1 if layout.blocks % layout.shared_items == 0 else 2)  # segments of a block
     others = max(0.0, layout.blocks / layout.shared_items - 1) if layout.shared_items else 0.0
     sums = ((rounds + shared) * costs.row_group + others * costs.collect) * shape.tokens * shape.row_groups
-    sums += costs.shared * shared + (phases - 1) * costs.phase
+    sums += costs.shared * shared + (phases - 1) * costs.phase + rounds * _ITEM
     return ceil(tiles / phases) * step + sums

@@ -11,16 +11,21 @@ GROUP_WARPS = 4
 _PANEL_ROW_BYTES = PANEL_K * 2
 # (tokens, row groups, phases, slots) of an instance's tile, block and rings.
 WARPGROUP_SHAPES = (
-    *((16, 3, 1, 3), (16, 2, 2, 3), (16, 1, 4, 3), (32, 3, 1, 3), (32, 2, 2, 2), (32, 1, 3, 3)),
+    *((16, 4, 1, 3), (16, 3, 1, 3), (16, 2, 2, 3), (16, 1, 4, 3)),
+    *((32, 4, 1, 2), (32, 3, 1, 3), (32, 2, 2, 2), (32, 1, 3, 3)),
     *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2), (64, 1, 3, 2)),
     *((128, 3, 1, 3), (128, 2, 1, 4), (128, 1, 2, 2), (256, 2, 1, 3)),
 )
 # Of these, what registers do not carry without spilling, by planes and whether offsets are added apart.
-SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {(8, True): {(64, 4, 1, 2), (64, 2, 2, 2)}}
+SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {
+    (3, False): {(128, 4, 1, 2)},
+    (8, True): {(64, 4, 1, 2), (64, 2, 2, 2)},
+}
 NUMBER_SHAPES = (  # in the place of those of as many tokens where numbers are multiplied
     *((16, 3, 1, 3), (16, 2, 2, 3), (16, 1, 4, 3), (16, 4, 1, 3)),
     *((32, 3, 1, 3), (32, 2, 2, 3), (32, 1, 3, 3), (32, 1, 4, 2), (32, 4, 1, 2)),
 )
+WIDE_SHAPES = ((128, 4, 1, 2),)  # of warpgroups, for few planes in the orders for batches
 NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
 PAIRED_SHAPES = ((256, 2, 1, 3),)  # whose blocks copy x for each other where boxes do; smaller tiles gain nothing
 WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
@@ -88,8 +93,9 @@ def whole_stages(shape: GemmShape, room: int) -> int:
     """Stages of x where there is room for so many; 0 for too few.
 
     Phases take tiles in turn, and a stage is always of the same phase: one that is ahead cannot take a stage for filled
-    that another phase still waits for, as the parity of a barrier tells two fillings apart and no more.
+    that another phase still waits for, as the parity of a barrier tells two fillings apart and no more. Each has two at
+    least, as it waits for the next before it gives one back.
     """
-    round_stages = shape.phases * shape.tile_stages
-    stages = min(GEMM_MOST_STAGES, room) // round_stages * round_stages
-    return stages if stages > 1 else 0
+    turn = shape.phases * shape.tile_stages if shape.phases > 1 else 1
+    stages = min(GEMM_MOST_STAGES, room) // turn * turn
+    return stages if stages >= 2 * shape.phases else 0
