@@ -62,7 +62,10 @@ def test_ptxas_report_is_read_per_kernel() -> None:
         "ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info    : Used 12 registers\n"
     )
-    assert parse_resources(log) == {"one": units.Resources(40, 2048, 24, 4, 8), "two": units.Resources(12, 0, 0, 0, 0, True)}
+    assert parse_resources(log) == {
+        "one": units.Resources(40, 2048, 24, 4, 8),
+        "two": units.Resources(12, 0, 0, 0, 0, serialized=True),
+    }
 
 
 @needs_nvrtc
@@ -136,14 +139,16 @@ def _looked_into(row: Architecture, *, every: bool) -> set[CompileUnit]:
 
 
 def _may_spill(unit: CompileUnit) -> int:
-    """Bytes a thread. The fused product of 128 tokens by four groups of warps is the fastest for codes of four planes in
-    spite of a few (docs/kernels/log.md, bcq_gemm 20)."""
+    """Bytes a thread. The fused product of 128 tokens by four groups of warps is the fastest for codes of four planes
+    in spite of a few (docs/kernels/log.md, bcq_gemm 20)."""
     return SPILLED_BYTES if unit.function == "bcqGemm" and unit.arguments[5:8] == (128, 4, 1) else 0
 
 
 def _faults(batch: list[CompileUnit], row: Architecture, *, machine_code: bool) -> list[str]:
-    """Instances whose shared memory is more than a block has, and where the kernels are tested those that spill or whose
-    products of warpgroups wait for each other."""
+    """Instances whose shared memory is more than a block has.
+
+    Where the kernels are tested also those that spill, or whose products of warpgroups wait for each other.
+    """
     if not machine_code:
         _compile_to_ptx(batch, row)
         return [unit.expression for unit in batch if unit.shared_mem > row.shared_limit()]

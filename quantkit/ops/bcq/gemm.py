@@ -172,7 +172,7 @@ def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
             known += NARROW_SHAPES
         elif it.order.for_batches:
             known += WIDE_SHAPES
-        spilling = () if it.order == Order.GRID else SPILLING.get((it.weight_bits, it.offsets_apart), ())
+        spilling = SPILLING.get((it.order, it.weight_bits, it.offsets_apart), ())
         known = tuple(numbers for numbers in known if numbers not in spilling)
         if it.order == Order.GRID and not it.fine:
             known = NUMBER_SHAPES + tuple(numbers for numbers in known if numbers[0] > GEMM_NUMBER_TOKENS)

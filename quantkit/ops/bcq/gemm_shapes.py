@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from quantkit.cuda.architectures import WARP_THREADS
 from quantkit.ops.bcq.instances import FLOAT_BYTES, GEMM_MOST_STAGES, PANEL_K, TILE_K, TILE_N
+from quantkit.ops.bcq.order import Order
 
 GROUP_WARPS = 4
 _PANEL_ROW_BYTES = PANEL_K * 2
@@ -16,10 +17,13 @@ WARPGROUP_SHAPES = (
     *((64, 4, 1, 2), (64, 3, 1, 3), (64, 2, 2, 2), (64, 1, 3, 2)),
     *((128, 3, 1, 3), (128, 2, 1, 4), (128, 1, 2, 2), (256, 2, 1, 3)),
 )
-# Of these, what registers do not carry without spilling, by planes and whether offsets are added apart.
-SPILLING: dict[tuple[int, bool], set[tuple[int, int, int, int]]] = {
-    (3, False): {(128, 4, 1, 2)},
-    (8, True): {(64, 4, 1, 2), (64, 2, 2, 2)},
+_CROWDED = {(64, 4, 1, 2), (64, 2, 2, 2)}
+# Of these, what registers do not carry without spilling, by order, planes and whether offsets are added apart.
+SPILLING: dict[tuple[Order, int, bool], set[tuple[int, int, int, int]]] = {
+    (Order.CODES, 3, False): {(128, 4, 1, 2)},
+    (Order.PLANES, 8, False): _CROWDED,
+    (Order.PLANES, 8, True): _CROWDED,
+    (Order.CODES, 8, True): _CROWDED,
 }
 NUMBER_SHAPES = (  # in the place of those of as many tokens where numbers are multiplied
     *((16, 3, 1, 3), (16, 2, 2, 3), (16, 1, 4, 3), (16, 4, 1, 3)),
