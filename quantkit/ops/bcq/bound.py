@@ -35,11 +35,13 @@ _VECTOR_BYTES = 16
 class BoundProduct:
     """A product of one weight and a number of tokens, but for x, y and the work memory.
 
-    box: rows and columns of the boxes in which the kernel copies x, None where it takes a pointer. work_bytes, counts:
-    of what its blocks share, where they share something. partials: where sums begin in the work memory.
+    arrange: puts x in the order of the products, at the beginning of the work memory; None where they take x as it is.
+    box: rows and columns of the boxes in which the kernel copies x, None where it takes a pointer. work_bytes: of x in
+    order and of what blocks share. partials: where sums begin in the work memory. counts: 0 where blocks share nothing.
     """
 
     launch: FixedLaunch
+    arrange: FixedLaunch | None
     out_features: int
     box: tuple[int, int] | None
     work_bytes: int
@@ -49,14 +51,19 @@ class BoundProduct:
     def run(self, x: Tensor, tokens: int) -> Tensor:
         """y [..., N] of a contiguous x [..., K] of so many tokens."""
         y = x.new_empty(*x.shape[:-1], self.out_features)
-        address, encoded, words = x.data_ptr(), b"", [y.data_ptr()]
+        address, encoded, words, work = x.data_ptr(), b"", [y.data_ptr()], 0
+        if self.work_bytes:
+            memory = torch.empty(self.work_bytes, dtype=torch.uint8, device=x.device)
+            work = memory.data_ptr()
+        if self.arrange is not None:
+            queue_fixed(self.arrange, x.device, (address, work))
+            address = work
         if self.box is None:
             words.append(address)
         else:
             encoded = encoded_map(address, tokens, x.shape[-1], *self.box)
         if self.counts:
-            work = torch.empty(self.work_bytes, dtype=torch.uint8, device=x.device)
-            words += (work.data_ptr() + self.partials, zero_counts(self.counts, x.device).data_ptr())
+            words += (work + self.partials, zero_counts(self.counts, x.device).data_ptr())
         queue_fixed(self.launch, x.device, words, encoded)
         return y
 
@@ -71,7 +78,7 @@ def forget_products() -> None:
 
 
 def bound_product(op: BcqLinearPrepared) -> Tensor | None:
-    """The op's result, or None for what goes the usual way: a kernel of several launches, x in need of a copy.
+    """The op's result, or None for what goes the usual way: look-ups, dequantized weights, x in need of a copy.
 
     Raises KernelError as the usual way does.
     """
@@ -111,10 +118,11 @@ def _bind(op: BcqLinearPrepared, tokens: int) -> BoundProduct | None:
     elif kernel in FUSED:
         launches = gemm_launches(product, gpu)
         work_bytes, partials, counts = gemm_work(product, gpu)
-    if len(launches) != 1:
+    if not launches:
         return None
-    args = launches[0].args
-    mapped = args.get("xMap")
+    *before, multiply = launches
+    arrange = before[0].fixed("x", "arranged") if before else None
+    mapped = multiply.args.get("xMap")
     names = (
         "y",
         *(() if mapped else ("x",)),
@@ -122,4 +130,4 @@ def _bind(op: BcqLinearPrepared, tokens: int) -> BoundProduct | None:
         *(("xMap",) if mapped else ()),
     )
     box = (mapped.box_rows, mapped.box_columns) if isinstance(mapped, TensorMap) else None
-    return BoundProduct(launches[0].fixed(*names), weight.out_features, box, work_bytes, partials, counts)
+    return BoundProduct(multiply.fixed(*names), arrange, weight.out_features, box, work_bytes, partials, counts)
