@@ -63,7 +63,7 @@ __device__ __forceinline__ void giveBack(uint32 read, const Consumer& own) {
     if constexpr (S::kPartners > 1) remoteArrive(read, clusterRank() ^ 1);
 }
 
-// What a warp's two rows of a lane have in a k tile, read from its slot: half a tile's planes, or where words need no others
+// What the two rows of a lane have in a k tile, read from its slot: the planes of half a tile, or where words need no others
 // one word ahead.
 template <class S>
 struct TileWords {

@@ -97,9 +97,9 @@ def whole_stages(shape: GemmShape, room: int) -> int:
     """Stages of x where there is room for so many; 0 for too few.
 
     Phases take tiles in turn, and a stage is always of the same phase: one that is ahead cannot take a stage for filled
-    that another phase still waits for, as the parity of a barrier tells two fillings apart and no more. Each has two at
-    least, as it waits for the next before it gives one back.
+    that another phase still waits for, as the parity of a barrier tells two fillings apart and no more. There are two
+    at least, as within a tile the next is waited for before one is given back.
     """
     turn = shape.phases * shape.tile_stages if shape.phases > 1 else 1
     stages = min(GEMM_MOST_STAGES, room) // turn * turn
-    return stages if stages >= 2 * shape.phases else 0
+    return stages if stages > 1 else 0

@@ -51,8 +51,9 @@ def test_every_weight_that_fits_has_a_layout_with_a_known_instance(row: Architec
         for layout in gemm_layouts(problem):
             assert layout.shared_mem <= limit
             phases = layout.shape.phases
-            assert layout.stages >= 2 * phases  # a phase waits for its next stage before it gives the last one back
-            assert phases == 1 or layout.stages % (phases * layout.shape.tile_stages) == 0  # a stage is of one phase
+            turn = phases * layout.shape.tile_stages if phases > 1 else 1
+            assert layout.stages >= max(2, turn)  # within a tile the next is waited for before one is given back
+            assert layout.stages % turn == 0  # a stage is always of the same phase
             assert layout.ranges * layout.shape.partners <= problem.n_tiles  # every block has rows
             assert layout.grid <= PROCESSORS  # all blocks run at once, as they wait for each other
             assert {gemm_unit(problem, dtype, layout.shape) for dtype in TYPES} <= units
