@@ -100,6 +100,6 @@ def whole_stages(shape: GemmShape, room: int) -> int:
     that another phase still waits for, as the parity of a barrier tells two fillings apart and no more. There are two
     at least, as within a tile the next is waited for before one is given back.
     """
-    turn = shape.phases * shape.tile_stages if shape.phases > 1 else 1
-    stages = min(GEMM_MOST_STAGES, room) // turn * turn
+    round_stages = shape.phases * shape.tile_stages if shape.phases > 1 else 1
+    stages = min(GEMM_MOST_STAGES, room) // round_stages * round_stages
     return stages if stages > 1 else 0
