@@ -52,7 +52,7 @@ def test_every_weight_that_fits_has_a_layout_with_a_known_instance(row: Architec
             assert layout.shared_mem <= limit
             phases = layout.shape.phases
             round_stages = phases * layout.shape.tile_stages if phases > 1 else 1
-            assert layout.stages >= max(2, round_stages)  # within a tile one is waited for before the last is read
+            assert layout.stages >= max(2, round_stages)  # within a tile the next is waited for while one is read
             assert layout.stages % round_stages == 0  # a stage is always of the same phase
             assert layout.ranges * layout.shape.partners <= problem.n_tiles  # every block has rows
             assert layout.grid <= PROCESSORS  # all blocks run at once, as they wait for each other
