@@ -6,7 +6,6 @@
 //                which every block takes an equal share: the end of one item and the beginning of the next, say
 //   sums         of an item that several blocks share, the first block adds those of the others to its own, in order: the
 //                same result bit for bit every time
-//
 //   splits       or all items are whole, and the two blocks of a cluster share the k tiles of one (splits.cuh)
 //
 // All blocks of the launch run at once, as they wait for each other. "Block" is a cluster of kPartners or splits blocks.

@@ -139,8 +139,8 @@ def _looked_into(row: Architecture, *, every: bool) -> set[CompileUnit]:
 
 
 def _may_spill(unit: CompileUnit) -> int:
-    """Bytes a thread. The fused product of 128 tokens by four groups of warps is the fastest for codes of four planes
-    in spite of a few (docs/kernels/log.md, bcq_gemm 20)."""
+    """Bytes a thread. The fused product of 128 tokens by four groups of warps is the fastest of four planes in spite
+    of a few (docs/kernels/log.md, bcq_gemm 20)."""
     return SPILLED_BYTES if unit.function == "bcqGemm" and unit.arguments[5:8] == (128, 4, 1) else 0
 
 
