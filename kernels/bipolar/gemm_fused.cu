@@ -50,12 +50,12 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
                      uint32* partials, uint32* ready,                                       // SharedItem
                      int M, int N, int K, int actLimit, int weightLimit,
                      int zero, int dtype,  // whether tokens have zero points; of y
-                     int rowTiles, int tokenTiles, int tokenBand, int wholeItems) {
+                     int rowTiles, int tokenTiles, int tokenBand, int wholeItems, int splits) {
     using S = FusedShape<kBits, kTokens, kWarpgroups>;
     using Line = LineOf<true>;  // without zero points every token's is 1, see twiceZero
     extern __shared__ uint8 dynamicShared[];
     __shared__ Line lines[kLineSets][S::kRows + kTokens];  // of features, of tokens
-    const FusedProblem p{xTiles, wTiles, nullptr, partials, ready, M, N, K, rowTiles, tokenTiles, tokenBand, wholeItems};
+    const FusedProblem p{xTiles, wTiles, nullptr, partials, ready, M, N, K, rowTiles, tokenTiles, tokenBand, wholeItems, splits};
     const LineProblem ofLines{xSums, wSums, xSteps, wScales, bias, M, N, K, Widths{zero ? 1 : actLimit, weightLimit}, zero != 0};
 
     const auto load = [&](int set, const FusedPlace& place, int thread) {
@@ -70,19 +70,14 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
 #pragma unroll
         for (int i = S::kSums; i < S::kSets * S::kSums; ++i) sums[i - S::kSums] += sums[i];
     };
-    const auto write = [&](const int* sums, int set, const FusedPlace& place, int* slab, int warpgroup, int thread) {
-        const Line *features = lines[set] + warpgroup * kBlockRows, *tokens = lines[set] + S::kRows;
+    const auto write = [&](const int* sums, int set, const FusedPlace& place, bool split, int warpgroup, int thread) {
+        const int row = warpgroup * kBlockRows + thread / kWarpSize * 16 + thread % kWarpSize / 4;
+        const Line* const tokens = lines[set] + S::kRows;
+        const Line features[2] = {lines[set][row], lines[set][row + 8]};
         const Place to{y, place.token, place.block * kBlockRows, M, N};
-        writeItem<kTokens>(sums, to, slab, thread, warpgroup + 1, [&](const int* run, int first, int token, int m, int n) {
-            float value[kRunFeatures];
-            const Line ofToken = tokens[token];
-#pragma unroll
-            for (int i = 0; i < kRunFeatures; ++i) {
-                const Line feature = features[featureOfRow(first + i)];
-                const int v = integerOf<true, true>(run[i], feature, ofToken);
-                value[i] = scaled(valueOf<false>(v), feature.scale, ofToken.scale, feature.bias);
-            }
-            storeFeatures(value, to, m, n, dtype);
+        writeItem<S>(sums, to, split, thread, dtype, [&](int sum, int half, int token) {
+            const Line ofToken = tokens[token], &feature = features[half];
+            return scaled(valueOf<false>(integerOf<true, true>(sum, feature, ofToken)), feature.scale, ofToken.scale, feature.bias);
         });
     };
     runItems<S, GroupCodes<S>, int, kSlots, kStages>(p, dynamicShared, load, multiply, write);

@@ -12,12 +12,13 @@
 //   step     32 columns: a lane has a word of every plane of rows g and g + 8, which is 32 columns of chunk c, of the line
 //            whose four steps it takes part in (CodeWords)
 //   item     64 kWarpgroups rows of W x kTokens tokens, shared out as shared/items.cuh says; sums are integers
+//   splits   or the two blocks of a cluster share the k tiles of an item, and each finishes half of its tokens (splits.cuh)
 //
-//   shared memory: slots | stages | slabs of the epilogue
+//   shared memory: slots | stages | sums of the other split
 // Limits: K c_x c_w < 2^31.
 #pragma once
 #include "lines.cuh"
-#include "../shared/items.cuh"
+#include "../shared/splits.cuh"
 
 constexpr int kSharedAlignment = QK_SHARED_ALIGNMENT;
 constexpr int kLineSets = QK_LINE_SETS;            // lines of the item in work and of the next
@@ -26,8 +27,6 @@ constexpr int kSteps = kSwizzleBytes / kWgmmaDepthBytes;
 constexpr int kLineThreads = kWarpgroup / 2;       // of the warpgroup that does not multiply
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of two consumers and a producer
 constexpr int kWarpsOfGroup = kWarpgroup / kWarpSize;
-constexpr int kSlabRow = kBlockRows + 1;           // integers of a token, and one: no bank conflicts
-constexpr int kSlabIntegers = kSlabTokens * kSlabRow;
 
 struct FusedProblem {
     const uint8* xTiles;
@@ -36,10 +35,11 @@ struct FusedProblem {
     uint32* partials;  // see SharedItem
     uint32* ready;
     int M, N, K, rowTiles, tokenTiles, tokenBand, wholeItems;  // tiles: of items along N and M
+    int splits;                                                // 1, or 2 blocks of a cluster for each item
 
     __device__ __forceinline__ int stretches() const { return (K + kBitsPerLine - 1) / kBitsPerLine; }
     __device__ __forceinline__ int lines() const { return (K + kLineBytes - 1) / kLineBytes; }
-    __device__ __forceinline__ ItemPlan items() const { return {rowTiles * tokenTiles, wholeItems, stretches()}; }
+    __device__ __forceinline__ ItemPlan items() const { return {rowTiles * tokenTiles, wholeItems, stretches(), splits}; }
 };
 
 template <int kBits_, int kTokens_, int kWarpgroups_>
@@ -56,6 +56,8 @@ struct FusedShape {
     static constexpr int kSums = kTokens / 2, kGroups = kChunksPerLine / kGroupLines;
     static_assert(kGroups % 2 == 0, "a stretch ends where it began, in the first of two groups' registers");
     using Work = BlockWork<kPartners>;
+    static constexpr bool kSplits = kTokens <= QK_SPLIT_TOKENS;  // whether K may be split
+    using Splits = SplitSums<kTokens / 2, kConsumers>;
     static_assert(kChunksPerLine % kStageLines == 0, "a stage is of one stretch");
     static constexpr bool kTurns = kWarpgroups == 2;  // see Turns
 };
@@ -193,7 +195,7 @@ __device__ __forceinline__ void multiplyLine(int* acc, const uint32 (&codes)[kSt
 // is to be done with sums and planes, while the tensor cores wait. A turn is handed on when its products are queued.
 template <class S>
 struct Turns {
-    static constexpr int kFirstBarrier = S::kWarpgroups + 1 + kLineSets;  // behind those of slabs and lines
+    static constexpr int kFirstBarrier = 1 + kLineSets;  // behind those of lines
     int own;
 
     __device__ __forceinline__ void begin() const {
@@ -224,12 +226,19 @@ struct StagesOfX {
         if (line % S::kStageLines == 0) barrierWait(&full[place.at], place.parity);
         return start + place.at * kStageBytes + line % S::kStageLines * S::kTokenBytes;
     }
+    // Go on to the next stage while products still read this one, whose barrier is returned for giveBack.
+    __device__ __forceinline__ uint64* leave() {
+        uint64* const read = &empty[place.at];
+        place.advance();
+        return read;
+    }
+    __device__ __forceinline__ void giveBack(uint64* read) const {
+        if (signals) barrierArrive(read);
+    }
     // Behind all products of lines up to this one, of so many.
     __device__ __forceinline__ void finish(int line, int count) {
         productWait<0>();
-        if ((line + 1) % S::kStageLines != 0 && line + 1 != count) return;
-        if (signals) barrierArrive(&empty[place.at]);
-        place.advance();
+        if ((line + 1) % S::kStageLines == 0 || line + 1 == count) giveBack(leave());
     }
 };
 

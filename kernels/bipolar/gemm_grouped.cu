@@ -111,13 +111,13 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
                        uint32* partials, uint32* ready,        // SharedItem
                        int M, int N, int K, int actLimit,
                        int zero, int dtype,  // whether tokens have zero points; of y
-                       int rowTiles, int tokenTiles, int tokenBand, int wholeItems) {
+                       int rowTiles, int tokenTiles, int tokenBand, int wholeItems, int splits) {
     using S = GroupedShape<kBits, kTokens, kWarpgroups>;
     constexpr float kUnit = float(1 << kBits) / 64.f;  // dots count 2^(p - 7), and y takes them twice
     extern __shared__ uint8 dynamicShared[];
     __shared__ float2 tokens[kLineSets][kTokens];     // c, step
     __shared__ float2 features[kLineSets][S::kRows];  // offset, bias
-    const FusedProblem p{xTiles, wTiles, scaleTiles, partials, ready, M, N, K, rowTiles, tokenTiles, tokenBand, wholeItems};
+    const FusedProblem p{xTiles, wTiles, scaleTiles, partials, ready, M, N, K, rowTiles, tokenTiles, tokenBand, wholeItems, splits};
 
     const auto load = [&](int set, const FusedPlace& place, int thread) {
 #pragma unroll 1
@@ -137,18 +137,14 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
             multiplyScaled(sums, x, w, turns, min(kChunksPerLine, p.lines() - k * kChunksPerLine));
         }
     };
-    const auto write = [&](const float* sums, int set, const FusedPlace& place, float* slab, int warpgroup, int thread) {
+    const auto write = [&](const float* sums, int set, const FusedPlace& place, bool split, int warpgroup, int thread) {
+        const int row = warpgroup * kBlockRows + thread / kWarpSize * 16 + thread % kWarpSize / 4;
+        const float2 of[2] = {features[set][featureOfRow(row)], features[set][featureOfRow(row + 8)]};
         const Place to{y, place.token, place.block * kBlockRows, M, N};
-        writeItem<kTokens>(sums, to, slab, thread, warpgroup + 1, [&](const float* run, int first, int token, int m, int n) {
-            float value[kRunFeatures];
+        writeItem<S>(sums, to, split, thread, dtype, [&](float sum, int half, int token) {
             const float2 ofToken = tokens[set][token];
-#pragma unroll
-            for (int i = 0; i < kRunFeatures; ++i) {
-                const float2 feature = features[set][warpgroup * kBlockRows + first + i];
-                const float v = __fmaf_rn(run[i], kUnit, -__fmul_rn(ofToken.x, feature.x));
-                value[i] = __fmaf_rn(v, ofToken.y, feature.y);
-            }
-            storeFeatures(value, to, m, n, dtype);
+            const float v = __fmaf_rn(sum, kUnit, -__fmul_rn(ofToken.x, of[half].x));
+            return __fmaf_rn(v, ofToken.y, of[half].y);
         });
     };
     runItems<S, ScaledLines<S>, float, kSlots, kStages>(p, dynamicShared, load, multiply, write);

@@ -5,6 +5,7 @@ kernels/bipolar/gemm_fused.cuh draws them: with a scale per row of the weight, a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
@@ -27,7 +28,6 @@ from quantkit.ops.bipolar.instances import (
     LINE_SETS,
     LINE_STRUCT_BYTES,
     SHARED_ALIGNMENT,
-    SLAB_TOKENS,
     WGMMA_SHARED_BYTES,
 )
 from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES, LINES
@@ -35,7 +35,9 @@ from quantkit.ops.bipolar.product import Product
 from quantkit.ops.items import SHARED_ITEMS, TOKEN_BAND, shares
 
 _STAGE_BYTES = 32 << 10
-_CONSTANTS = {**CONSTANTS, "FUSED_STAGE_BYTES": _STAGE_BYTES}
+_SPLIT_TOKENS = 64  # of an item, up to which there is room for the sums of other splits
+_SPLITS = 2  # blocks of a cluster that may share an item
+_CONSTANTS = {**CONSTANTS, "FUSED_STAGE_BYTES": _STAGE_BYTES, "SPLIT_TOKENS": _SPLIT_TOKENS}
 _SOURCE = KernelSource("bipolar/gemm_fused.cu", _CONSTANTS)
 _GROUPED = KernelSource("bipolar/gemm_grouped.cu", _CONSTANTS)
 TOKEN_TILES = (32, 64, 128, 256)
@@ -43,14 +45,17 @@ TOKEN_TILES = (32, 64, 128, 256)
 _GROUPED_TOKENS = 128
 _MANY_TOKENS = 128  # from which stages of x are short
 _MOST_SLOTS, _MOST_STAGES = 8, 4
-_WORD_BYTES, _SCALE_BYTES = 4, 2
-# Clocks as the layouts are compared by, of an H200: of a product per column, bytes of a processor per clock from L2
-# and from memory, and of sums that pass through L2; and what handing these over takes at least.
+_WORD_BYTES, _SCALE_BYTES, _PAIR_BYTES, _PLACE_BYTES, _MAILBOX_BYTES = 4, 2, 8, 8, 8
+# What the layouts are compared by, in clocks of a processor: those of a product per column; bytes per clock from L2,
+# and from memory to all of them; what handing sums over through L2 takes at least, and bytes of these per clock; the
+# same where the blocks are of a cluster. With groups also those of a line for a warp: a sum that becomes a float and
+# joins another one, and expanding the line. Rates were fitted to 336 times of layouts in 46 problems on an H100: the
+# chosen one took 0.6 % longer than the fastest on average and 5 % at most.
 _COLUMN_CLOCKS = 16
-_L2_RATE, _MEMORY_RATE, _SUMS_RATE = 28, 18, 10
-_HANDOVER_CLOCKS = 1500
-# Of a warp and a line with groups: of a sum that becomes a float and joins another one, and of expanding the line.
-_SUM_CLOCKS, _LINE_CLOCKS = 2, 120
+_L2_RATE, _MEMORY_RATE = 25, 2370
+_HANDOVER_CLOCKS, _SUMS_RATE = 6000, 23
+_EXCHANGE_CLOCKS = 800
+_SUM_CLOCKS, _LINE_CLOCKS = 3, 240
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,7 @@ class FusedTile:
     """An instance: weight planes and tokens of an item. warpgroups: which multiply, each 64 rows of W.
 
     slots: of 64 rows and 1024 columns of planes, at least one more than warpgroups. stages: of x. grouped: whether
-    rows have a scale per group of columns.
+    rows have a scale per group of columns. splits: whether there is room for the sums of another block.
     """
 
     weight_bits: int
@@ -67,6 +72,7 @@ class FusedTile:
     slots: int
     stages: int
     grouped: bool = False
+    splits: bool = False
 
     @property
     def threads(self) -> int:
@@ -78,18 +84,26 @@ class FusedTile:
         """Of W in an item."""
         return self.warpgroups * BLOCK_ROWS
 
-    def stretch_clocks(self) -> float:
-        """Clocks of 1024 columns of an item: of its products, or of bringing planes and x where that takes longer."""
+    def stretch_clocks(self, blocks: int) -> float:
+        """Clocks of 1024 columns of an item: of its products, or of bringing planes and x where that takes longer.
+
+        blocks: of the launch, which read memory at the same time.
+        """
         planes, x = self.warpgroups * self.slot_bytes, self.tokens * BITS_PER_LINE
         products = _COLUMN_CLOCKS * self.warpgroups * self.tokens
         sums = LINES * self.warpgroups * (_SUM_CLOCKS * self.tokens // 2 + _LINE_CLOCKS) if self.grouped else 0
-        return max(products, sums, (planes + x) / _L2_RATE, planes / _MEMORY_RATE)
+        return max(products, sums, (planes + x) / _L2_RATE, planes * blocks / _MEMORY_RATE)
 
     @property
     def slot_bytes(self) -> int:
         """Planes of 64 rows and 1024 columns, and their scales."""
         scales = LINES * BLOCK_ROWS * _SCALE_BYTES if self.grouped else 0
         return self.weight_bits * BLOCK_ROWS * LINE_BYTES + scales
+
+    @property
+    def split_bytes(self) -> int:
+        """The sums that a block receives of the other split."""
+        return self.rows * self.tokens * _WORD_BYTES // _SPLITS if self.splits else 0
 
     def handover_clocks(self) -> float:
         """Clocks that a block takes for the sums of another one."""
@@ -101,7 +115,8 @@ class FusedPlan:
     """How an instance is launched for y [M, N].
 
     row_tiles, token_tiles: items along N and M. whole_items: of these, those that a block does by itself; the stretches
-    of the others are shared out evenly among all blocks.
+    of the others are shared out evenly among all blocks. splits: blocks of a cluster that share the stretches of an
+    item (split-K), 1 or 2.
     """
 
     tile: FusedTile
@@ -110,6 +125,7 @@ class FusedPlan:
     whole_items: int
     blocks: int
     stretches: int
+    splits: int = 1
 
     @property
     def shared_items(self) -> int:
@@ -123,48 +139,57 @@ class FusedPlan:
 
     def clocks(self) -> float:
         """What the launch takes, expected."""
+        stretch = self.tile.stretch_clocks(self.blocks)
+        if self.splits > 1:
+            return ceil(self.stretches / self.splits) * stretch + _EXCHANGE_CLOCKS
         whole = ceil(self.whole_items / self.blocks) * self.stretches
         shared = ceil(self.shared_items * self.stretches / self.blocks)
         even = not self.shared_items or self.blocks % self.shared_items == 0
         handover = (1 if even else SHARED_ITEMS) * self.tile.handover_clocks() if self.shared_items else 0
-        return (whole + shared) * self.tile.stretch_clocks() + handover
+        return (whole + shared) * stretch + handover
 
 
-def _static_bytes(warpgroups: int, tokens: int) -> int:
-    lines = LINE_SETS * (warpgroups * BLOCK_ROWS + tokens) * LINE_STRUCT_BYTES
-    return lines + (_MOST_SLOTS + _MOST_STAGES + LINE_SETS) * BARRIER_BYTES
+def _static_bytes(tile: FusedTile) -> int:
+    lines = LINE_SETS * (tile.rows + tile.tokens) * (_PAIR_BYTES if tile.grouped else LINE_STRUCT_BYTES)
+    return lines + (_MOST_SLOTS + _MOST_STAGES + LINE_SETS) * BARRIER_BYTES + LINE_SETS * _PLACE_BYTES + _MAILBOX_BYTES
 
 
 def _dynamic_bytes(tile: FusedTile) -> int:
-    slabs = tile.warpgroups * SLAB_TOKENS * (BLOCK_ROWS + 1) * _WORD_BYTES  # kSlabRow
-    return SHARED_ALIGNMENT + tile.slots * tile.slot_bytes + tile.stages * _STAGE_BYTES + slabs
+    return SHARED_ALIGNMENT + tile.slots * tile.slot_bytes + tile.stages * _STAGE_BYTES + tile.split_bytes
 
 
 def _fits(tile: FusedTile) -> bool:
-    return _dynamic_bytes(tile) + _static_bytes(tile.warpgroups, tile.tokens) <= WGMMA_SHARED_BYTES
+    return _dynamic_bytes(tile) + _static_bytes(tile) <= WGMMA_SHARED_BYTES
 
 
 @cache
-def fused_tile(weight_bits: int, tokens: int, grouped: bool = False) -> FusedTile:
-    """The instance for a number of planes and one of TOKEN_TILES: two warpgroups, or one where two find no room.
+def fused_tile(weight_bits: int, tokens: int, grouped: bool = False, warpgroups: int = 2) -> FusedTile:
+    """The instance for a number of planes and one of TOKEN_TILES. warpgroups: 1, or 2 where these find room.
 
-    Slots come before stages of x beyond two, or three of many tokens.
+    Room for the sums of splits comes before slots beyond one to spare, and these before stages of x beyond two, or
+    three of many tokens.
     """
     least = 3 if tokens >= _MANY_TOKENS else 2
-    for warpgroups, first in ((2, least), (2, 2), (1, least), (1, 2)):
-        sized = partial(FusedTile, weight_bits, tokens, warpgroups, grouped=grouped)
+    splits = (True, False) if tokens <= _SPLIT_TOKENS else (False,)
+    for groups, split, first in itertools.product(range(warpgroups, 0, -1), splits, dict.fromkeys((least, 2))):
+        sized = partial(FusedTile, weight_bits, tokens, groups, grouped=grouped, splits=split)
         found = [sized(slots, first) for slots in range(1, _MOST_SLOTS + 1)]
         best = next((tile for tile in reversed(found) if _fits(tile)), None)
-        if best is not None and best.slots > warpgroups:
+        if best is not None and best.slots > groups:
             more = [sized(best.slots, n) for n in range(first, _MOST_STAGES + 1)]
             return next(tile for tile in reversed(more) if _fits(tile))
     raise AssertionError(f"no room for {weight_bits} planes and {tokens} tokens")
 
 
 def fused_tiles(weight_bits: int, grouped: bool = False) -> list[FusedTile]:
-    """The instances for a number of planes. With groups there are two or three sums of everything, so fewer tokens."""
+    """The instances for a number of planes: of few tokens with one warpgroup too, for weights of few rows.
+
+    With groups there are two or three sums of everything, so fewer tokens.
+    """
     sizes = [tokens for tokens in TOKEN_TILES if not grouped or tokens <= _GROUPED_TOKENS]
-    return [fused_tile(weight_bits, tokens, grouped) for tokens in sizes]
+    wide = [fused_tile(weight_bits, tokens, grouped) for tokens in sizes]
+    narrow = [fused_tile(weight_bits, tokens, grouped, 1) for tokens in sizes if tokens <= _SPLIT_TOKENS]
+    return list(dict.fromkeys((*wide, *narrow)))
 
 
 def fused_unit(tile: FusedTile) -> CompileUnit:
@@ -185,12 +210,15 @@ def fused_units(row: Architecture) -> Iterator[CompileUnit]:
 
 
 def fused_layouts(tile: FusedTile, shape: tuple[int, int, int], processors: int) -> Iterator[FusedPlan]:
-    """The layouts of a tile for shape (M, N, K): whole items alone, and those of the last round shared."""
+    """The layouts of a tile for shape (M, N, K): whole items, those of the last round shared, or each split."""
     m, n, k = shape
     counts = ceil(n / tile.rows), ceil(m / tile.tokens)
     stretches = ceil(k / BITS_PER_LINE)
     for whole, blocks in shares(counts[0] * counts[1], stretches, processors):
         yield FusedPlan(tile, *counts, whole, blocks, stretches)
+    items = counts[0] * counts[1]
+    if tile.splits and items * _SPLITS <= processors and stretches >= _SPLITS:
+        yield FusedPlan(tile, *counts, items, items * _SPLITS, stretches, _SPLITS)
 
 
 @cache
@@ -241,6 +269,8 @@ def fused_launch(
             "tokenTiles": plan.token_tiles,
             "tokenBand": TOKEN_BAND,
             "wholeItems": plan.whole_items,
+            "splits": plan.splits,
         },
         overlap=product.weights_ready,
+        cluster=plan.splits,
     )

@@ -35,7 +35,7 @@ LINE, LINES, BLOCK = 128, 8, 64
 TILES = [
     pytest.param(
         tile,
-        id=f"w{bits}-{tile.tokens}",
+        id=f"w{bits}-{tile.tokens}-{tile.warpgroups}",
         marks=pytest.mark.sanitize if (bits, tile.tokens) in ((4, 32), (4, 128), (7, 64)) else (),
     )
     for bits in range(1, GROUPED_BITS + 1)
