@@ -6,9 +6,8 @@
 //   offset[n] = sum_l scale[n, l] sum_(k in line l) v_w[n, k],  c = 2^q - 1, or twice the token's zero point
 //
 // v_w = 2 u_w - (2^p - 1), times 2^(7 - p), are signed bytes (SignedCodeWords), so a sum of the codes of x per group is not
-// needed. Groups are whole lines of 128 columns. Two lines, of 128 tokens one, have integers of their own, which become
-// floats. The next are expanded behind the products of these, which are waited for once. Sums over lines are fp32 in a fixed
-// order.
+// needed. Groups are whole lines of 128 columns. Every line has integers of its own, which become floats while the next
+// ones are multiplied. Sums over lines are fp32 in a fixed order.
 //
 //   scaleTiles [row block of 64][stretch][8 lines][16 w + 2 g + h] fp16: of tile row 16 w + g + 8 h; 0 behind the last line
 // Limits: p < 8; a line's sum is below 128 * 255 * 127 < 2^24, exact as a float.
@@ -19,86 +18,111 @@ struct GroupedShape : FusedShape<kBits_, kTokens_, kWarpgroups_> {
     using Base = FusedShape<kBits_, kTokens_, kWarpgroups_>;
     static constexpr int kScaleBytes = kChunksPerLine * kBlockRows * sizeof(uint16);
     static constexpr int kSlotBytes = Base::kPlanesBytes + kScaleBytes;
-    static constexpr int kSets = 1, kTogether = kTokens_ > 64 ? 1 : 2;  // lines whose products are waited for once
-    static constexpr bool kTurns = Base::kTurns && kTokens_ <= 64;
-    static_assert(Base::kStageLines % kTogether == 0, "they are in one stage");
+    static constexpr int kSets = 1;
+    static constexpr bool kTurns = false;
+    // Of a line, so many tokens have products that end together.
+    static constexpr int kUnits = kTokens_ > 64 ? kTokens_ / 64 : 1, kUnitTokens = kTokens_ / kUnits;
+    static constexpr int kUnitSums = kUnitTokens / 2, kUnitBytes = kUnitTokens * kLineBytes;
 };
 
-// The values of a lane in lines that are multiplied together, and the scales of its rows g and g + 8.
+// The values of a lane in a line, and the scales of its rows g and g + 8.
 template <class S>
-struct ScaledLines {
+struct ScaledLine {
     using Words = SignedCodeWords<S::kBits>;
-    uint32 codes[S::kTogether][kSteps][4];
-    float scale[S::kTogether][2];
+    uint32 codes[kSteps][4], scales;
 
     // slot: its address; row: offset of the word of row g in it.
-    __device__ __forceinline__ void expand(uint32 slot, uint32 row, int first, int g) {
+    __device__ __forceinline__ void expand(uint32 slot, uint32 row, int line, int g) {
         const uint32 pair = row / (16 * kLineBytes) * 8 + g;  // of a line's scales
+        scales = loadShared4(slot + S::kPlanesBytes + (line * kBlockRows / 2 + pair) * sizeof(uint32));
+        const Words upper = wordsOfLine<Words, S::kBits, false>(slot + row, line, g);
+        const Words lower = wordsOfLine<Words, S::kBits, true>(slot + row, line, g);
 #pragma unroll
-        for (int i = 0; i < S::kTogether; ++i) {
-            const uint32 at = slot + S::kPlanesBytes + ((first + i) * kBlockRows / 2 + pair) * sizeof(uint32);
-            const uint32 both = loadShared4(at);
-            scale[i][0] = halfToFloat(uint16(both)), scale[i][1] = halfToFloat(uint16(both >> 16));
-            const Words upper = wordsOfLine<Words, S::kBits, false>(slot + row, first + i, g);
-            const Words lower = wordsOfLine<Words, S::kBits, true>(slot + row, first + i, g);
+        for (int s = 0; s < kSteps; ++s) {
+            codesOfStep(upper, lower, s, codes[s]);
 #pragma unroll
-            for (int s = 0; s < kSteps; ++s) codesOfStep(upper, lower, s, codes[i][s]);
+            for (int i = 0; i < 4; ++i) keepInRegister(codes[s][i]);  // now, not where products take them
         }
+    }
+
+    // Ask for the products with the tokens at this address.
+    __device__ __forceinline__ void multiply(int* dots, uint32 x) const {
+        using Product = RegisterBytesProduct<S::kUnitTokens, true>;
+        productFence();
+        Product::template add<false>(dots, codes[0][0], codes[0][1], codes[0][2], codes[0][3], operandDescriptor(x));
+#pragma unroll
+        for (int s = 1; s < kSteps; ++s) {
+            Product::add(dots, codes[s][0], codes[s][1], codes[s][2], codes[s][3], operandDescriptor(x + s * kWgmmaDepthBytes));
+        }
+        productCommit();
+    }
+
+    // Products that have ended join the sums, times their scales.
+    __device__ __forceinline__ void add(float* sums, int* dots) const {
+        const float scale[2] = {halfToFloat(uint16(scales)), halfToFloat(uint16(scales >> 16))};
+#pragma unroll
+        for (int i = 0; i < S::kUnitSums; ++i) asm volatile("" : "+r"(dots[i]));  // no sooner
+#pragma unroll
+        for (int i = 0; i < S::kUnitSums; ++i) sums[i] = __fmaf_rn(scale[i / 2 % 2], __int2float_rn(dots[i]), sums[i]);
     }
 };
 
-// Lines from this one on: their products, which join the item's sums times their scales. `next` are those behind them,
-// expanded while the products run.
+// The products of the fewer lines that K has left.
 template <class S, int kStages, int kSlots>
-__device__ __forceinline__ void multiplyLines(float* sums, StagesOfX<S, kStages>& x, SlotsOfW<S, ScaledLines<S>, kSlots>& w,
-                                              int line, int count, const ScaledLines<S>& own, ScaledLines<S>& next,
-                                              const Turns<S>& turns) {
-    int dots[S::kTogether][S::kSums];
-    const uint32 from = x.line(line);
-    const bool last = line + S::kTogether >= count;
-    if (last) w.turn();
-    turns.wait();
-    productFence();
+__device__ __forceinline__ void multiplyLines(float* sums, StagesOfX<S, kStages>& x, SlotsOfW<S, ScaledLine<S>, kSlots>& w,
+                                              int count) {
+    int dots[S::kUnitSums];
+#pragma unroll 1
+    for (int line = 0; line < count; ++line) {
+        if (line > 0) w.first.expand(w.slot(), w.row, line, w.g);
+        const uint32 from = x.line(line);
 #pragma unroll
-    for (int i = 0; i < S::kTogether; ++i) {
-        using Product = RegisterBytesProduct<S::kTokens, true>;
-        const uint32(&codes)[kSteps][4] = own.codes[i];
-        const uint32 line = from + i * S::kTokenBytes;
-        Product::template add<false>(dots[i], codes[0][0], codes[0][1], codes[0][2], codes[0][3], operandDescriptor(line));
-#pragma unroll
-        for (int s = 1; s < kSteps; ++s) {
-            Product::add(dots[i], codes[s][0], codes[s][1], codes[s][2], codes[s][3],
-                         operandDescriptor(line + s * kWgmmaDepthBytes));
+        for (int unit = 0; unit < S::kUnits; ++unit) {
+            w.first.multiply(dots, from + unit * S::kUnitBytes);
+            productWait<0>();
+            w.first.add(sums + unit * S::kUnitSums, dots);
         }
+        x.finish(line, count);
     }
-    productCommit();
-    turns.handOn();
-    next.expand(w.slot(), w.row, last ? 0 : line + S::kTogether, w.g);
-    x.finish(min(line + S::kTogether, count) - 1, count);
-#pragma unroll
-    for (int i = 0; i < S::kTogether * S::kSums; ++i) asm volatile("" : "+r"(dots[i / S::kSums][i % S::kSums]));  // no sooner
-#pragma unroll
-    for (int i = 0; i < S::kSums; ++i) {
-#pragma unroll
-        for (int l = 0; l < S::kTogether; ++l) sums[i] = __fmaf_rn(own.scale[l][i / 2 % 2], __int2float_rn(dots[l][i]), sums[i]);
-    }
+    w.turn();
+    w.first.expand(w.slot(), w.row, 0, w.g);
 }
 
-// The products of a slot's 1024 columns, or of the fewer lines that K has left. A line behind these has bytes of no meaning
-// and scales of 0.
+// The products of a slot's 1024 columns. Those of two units run at a time: the ones before become floats meanwhile, and the
+// next line is expanded.
 template <class S, int kStages, int kSlots>
-__device__ __forceinline__ void multiplyScaled(float* sums, StagesOfX<S, kStages>& x, SlotsOfW<S, ScaledLines<S>, kSlots>& w,
-                                               const Turns<S>& turns, int count) {
-    ScaledLines<S> second;
-#pragma unroll 1
-    for (int line = 0; line < count; line += 2 * S::kTogether) {
-        multiplyLines<S>(sums, x, w, line, count, w.first, second, turns);
-        if (line + S::kTogether >= count) {
-            w.first.expand(w.slot(), w.row, 0, w.g);  // again: copies of these registers would wait for the products
-            return;
+__device__ __forceinline__ void multiplyStretch(float* sums, StagesOfX<S, kStages>& x,
+                                                SlotsOfW<S, ScaledLine<S>, kSlots>& w) {
+    constexpr int kUnits = S::kUnits;
+    ScaledLine<S> second;
+    int dots[2][S::kUnitSums];
+    uint64* read = nullptr;  // the barrier of a stage that products still read
+#pragma unroll
+    for (int line = 0; line < kChunksPerLine; ++line) {
+        ScaledLine<S>&own = line % 2 ? second : w.first, &other = line % 2 ? w.first : second;
+        const bool last = line + 1 == kChunksPerLine;
+        if (line > 0 && line % S::kStageLines == 0) read = x.leave();
+        const uint32 from = x.line(line);
+        const auto expandNext = [&] {
+            if (last) w.turn();
+            other.expand(w.slot(), w.row, last ? 0 : line + 1, w.g);
+        };
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+            const int number = line * kUnits + unit, before = (unit + kUnits - 1) % kUnits;
+            own.multiply(dots[number % 2], from + unit * S::kUnitBytes);
+            if (kUnits > 1 && unit + 1 == kUnits) expandNext();
+            if (number > 0) {
+                productWait<1>();
+                (unit > 0 ? own : other).add(sums + before * S::kUnitSums, dots[(number - 1) % 2]);
+                if (unit == 0 && line % S::kStageLines == 0) x.giveBack(read);
+            }
+            if (kUnits == 1) expandNext();  // the line before has been read
         }
-        multiplyLines<S>(sums, x, w, line + S::kTogether, count, second, w.first, turns);
     }
+    productWait<0>();
+    second.add(sums + (kUnits - 1) * S::kUnitSums, dots[1]);
+    x.giveBack(x.leave());
 }
 
 template <int kBits, int kTokens, int kWarpgroups, int kSlots, int kStages>
@@ -131,10 +155,12 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
             features[set][i] = make_float2(offsets[n], bias == nullptr ? 0.f : loadElement(bias, n, dtype));
         }
     };
-    const auto multiply = [&](float* sums, auto& x, auto& w, const Turns<S>& turns, const Segment& segment) {
+    const auto multiply = [&](float* sums, auto& x, auto& w, const Turns<S>&, const Segment& segment) {
 #pragma unroll 1
         for (int k = segment.firstTile; k < segment.firstTile + segment.tiles; ++k) {
-            multiplyScaled(sums, x, w, turns, min(kChunksPerLine, p.lines() - k * kChunksPerLine));
+            const int count = p.lines() - k * kChunksPerLine;
+            if (count < kChunksPerLine) multiplyLines<S>(sums, x, w, count);
+            else multiplyStretch<S>(sums, x, w);
         }
     };
     const auto write = [&](const float* sums, int set, const FusedPlace& place, bool split, int warpgroup, int thread) {
@@ -147,5 +173,5 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
             return __fmaf_rn(v, ofToken.y, of[half].y);
         });
     };
-    runItems<S, ScaledLines<S>, float, kSlots, kStages>(p, dynamicShared, load, multiply, write);
+    runItems<S, ScaledLine<S>, float, kSlots, kStages>(p, dynamicShared, load, multiply, write);
 }

@@ -98,7 +98,12 @@ struct SignedCodeWords {
         exchangeBits<kGroup>(words);
     }
     __device__ __forceinline__ uint32 codes(int i) const {
-        return (words[i % kGroup] << (8 - kGroup - i / kGroup * kGroup) & kMask) ^ kSigns;
+        uint32 mask = kMask, code;  // in a register: an instruction has room for one constant
+        asm("" : "+r"(mask));
+        asm("lop3.b32 %0, %1, %2, %3, 0x6A;"  // (a and b) xor c
+            : "=r"(code)
+            : "r"(words[i % kGroup] << (8 - kGroup - i / kGroup * kGroup)), "r"(mask), "n"(kSigns));
+        return code;
     }
 };
 
