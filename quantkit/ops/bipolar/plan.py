@@ -10,7 +10,6 @@ from math import prod
 from quantkit.cuda.architectures import Architecture, Kernel
 from quantkit.formats.bipolar import largest_act, largest_value
 from quantkit.formats.planes import MAX_BITS
-from quantkit.ops.bipolar.fused import TOKEN_TILES, fused_tile
 from quantkit.ops.bipolar.instances import (
     BINARY_LIMIT,
     GEMV_PAIRS,
@@ -36,7 +35,8 @@ INT8_KERNELS = _INT8
 """Which take weights expanded to bytes."""
 BYTE_KERNELS = (*_INT8, Kernel.BIPOLAR_FUSED_WGMMA)
 """Which take a byte per code of x."""
-_FUSED_MANY, _FUSED_FEW = 1024, 256  # tokens; of as many planes as two warpgroups have room for, and of more
+_FUSED_MANY, _FUSED_FEW = 1024, 256  # tokens; of up to _FUSED_PLANES planes, and of more
+_FUSED_PLANES = 5
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def path_for(weight_bits: int, act_bits: int, row: Architecture, *, act_zero: bo
 
 def fused_limit(weight_bits: int) -> int:
     """Tokens up to which planes become codes within the product, where expanding them in memory takes longer."""
-    return _FUSED_MANY if fused_tile(weight_bits, TOKEN_TILES[-1]).warpgroups > 1 else _FUSED_FEW
+    return _FUSED_MANY if weight_bits <= _FUSED_PLANES else _FUSED_FEW
 
 
 @cache
@@ -129,7 +129,7 @@ def path_table(row: Architecture) -> list[tuple[str, str, str]]:
         lines.append((f"any, tokens * A <= {GEMV_LIMIT}{sooner}", Kernel.BIPOLAR_GEMV.value, memory))
     if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels:
         why = "planes become codes within the product"
-        limits = f"tokens <= {_FUSED_MANY}, of more than 5 weight bits {_FUSED_FEW}"
+        limits = f"tokens <= {_FUSED_MANY}, of more than {_FUSED_PLANES} weight bits {_FUSED_FEW}"
         lines.append((f"INT8, tokens * A > {GEMV_LIMIT_BEFORE_FUSED}, {limits}", Kernel.BIPOLAR_FUSED_WGMMA.value, why))
     for p in widths:
         paths = [path_for(p, q, row) for q in widths]
