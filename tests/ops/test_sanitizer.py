@@ -73,6 +73,12 @@ def test_every_kernel_is_watched() -> None:
                 assert any(part in function for part in parts), function
 
 
+def test_what_racecheck_leaves_out_exists() -> None:
+    for test in (*NOT_RACECHECKED, *NOT_RACECHECKED_TESTS):
+        path, _, name = test.partition("::")
+        assert name.partition("[")[0] in (ROOT / path).read_text(encoding="utf-8"), test
+
+
 def _is_marked(test: Any) -> bool:
     """Whether all or some instances of a test run under the sanitizer, which only watches a GPU."""
     marks = {mark.name: mark for mark in getattr(test, "pytestmark", ())}

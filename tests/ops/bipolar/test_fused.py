@@ -93,6 +93,13 @@ def test_few_tokens_take_few_columns() -> None:
     assert plan_fused(4, (4096, 12288, 12288), PROCESSORS).tile.tokens == TOKEN_TILES[-1]
 
 
+def test_k_is_split_where_a_weight_has_few_rows_for_the_processors() -> None:
+    few, many = (plan_fused(4, (16, rows, 4096), PROCESSORS) for rows in (4096, 28672))
+    assert few.splits == 2
+    assert few.blocks == 2 * few.row_tiles * few.token_tiles <= PROCESSORS
+    assert many.splits == 1
+
+
 def test_weights_are_expanded_for_many_tokens_those_of_many_planes_sooner() -> None:
     assert fused_limit(5) > fused_limit(6)
     for bits in (4, 8):
