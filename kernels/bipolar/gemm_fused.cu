@@ -4,13 +4,13 @@
 
 // The products of a slot's 1024 columns, or of the fewer lines that K has left.
 template <class S, int kStages, int kSlots>
-__device__ __forceinline__ void multiplyStretch(int* acc, StagesOfX<S, kStages>& x, SlotsOfW<S, GroupCodes<S>, kSlots>& w,
+__device__ __forceinline__ void multiplyStretch(int* acc, StagesOfX<S, kStages>& x, SlotsOfW<S, kSlots>& w,
                                                 const Turns<S>& turns, int count) {
     if (count < kChunksPerLine) {
 #pragma unroll 1
         for (int line = 0; line < count; ++line) {
             uint32 codes[kSteps][4];
-            expandLine<S>(w.slot() + w.row, line, w.g, codes);
+            expandLine<S>(w.slot(), w.row, line, w.g, codes);
             const uint32 from = x.line(line);
             turns.wait();
             productFence();
@@ -40,22 +40,23 @@ __device__ __forceinline__ void multiplyStretch(int* acc, StagesOfX<S, kStages>&
     }
 }
 
-template <int kBits, int kTokens, int kWarpgroups, int kSlots, int kStages>
+template <int kBits, int kTokens, int kWarpgroups, int kSlots, int kStages, bool kCoded>
 __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
     bipolarGemmFused(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,    // bytes of x, planes of W
                      const int* xSums, const int* __restrict__ wSums,  // [M] or [2, M], written until the wait; [N]
                      const float* xSteps, const uint16* __restrict__ wScales,  // [M] fp32, written until the wait; [N] fp16
+                     const uint8* __restrict__ scaleTiles,                                  // scales.cuh, or null
                      const void* __restrict__ bias,                                         // [N] of y's type, or null
                      uint8* __restrict__ y,                                                 // [M, N]
                      uint32* partials, uint32* ready,                                       // SharedItem
                      int M, int N, int K, int actLimit, int weightLimit,
                      int zero, int dtype,  // whether tokens have zero points; of y
                      int rowTiles, int tokenTiles, int tokenBand, int wholeItems, int splits) {
-    using S = FusedShape<kBits, kTokens, kWarpgroups>;
+    using S = FusedShape<kBits, kTokens, kWarpgroups, kCoded>;
     using Line = LineOf<true>;  // without zero points every token's is 1, see twiceZero
     extern __shared__ uint8 dynamicShared[];
     __shared__ Line lines[kLineSets][S::kRows + kTokens];  // of features, of tokens
-    const FusedProblem p{xTiles, wTiles, nullptr, partials, ready, M, N, K, rowTiles, tokenTiles, tokenBand, wholeItems, splits};
+    const FusedProblem p{xTiles, wTiles, scaleTiles, partials, ready, M, N, K, rowTiles, tokenTiles, tokenBand, wholeItems, splits};
     const LineProblem ofLines{xSums, wSums, xSteps, wScales, bias, M, N, K, Widths{zero ? 1 : actLimit, weightLimit}, zero != 0};
 
     const auto load = [&](int set, const FusedPlace& place, int thread) {
@@ -80,5 +81,5 @@ __global__ void __launch_bounds__((kWarpgroups + 1) * kWarpgroup, 1)
             return scaled(valueOf<false>(integerOf<true, true>(sum, feature, ofToken)), feature.scale, ofToken.scale, feature.bias);
         });
     };
-    runItems<S, GroupCodes<S>, int, kSlots, kStages>(p, dynamicShared, load, multiply, write);
+    runItems<S, kSlots, kStages>(p, dynamicShared, load, multiply, write);
 }

@@ -1,20 +1,19 @@
 // y[M, N] = x W^T + bias on Hopper's INT8 warpgroup products (sm_90a), from planes of W as they lie and
 // one byte per code of x. Planes become codes in registers, so a weight is read once, in its own bits.
 //
-// What gemm_fused.cu and gemm_grouped.cu share; the latter has a scale per row and line, and turns planes into signed
-// values. Formula and operand order: planes.cuh (Bipolar-INT sections 3.2, 4.1). The problem is transposed: W is the operand A, 64
-// rows a consumer warpgroup, in registers; tokens are the columns of B, in shared memory.
+// Formula and operand order: planes.cuh (Bipolar-INT sections 3.2, 4.1); scale codes: scales.cuh. The problem is transposed: W is
+// the operand A, 64 rows a consumer warpgroup, in registers; tokens are the columns of B, in shared memory.
 //
 //   block    kWarpgroups consumer warpgroups and one whose warps bring them what they need: of planes and of x a thread of
 //            a warp each (bulk copies), of sums, scales and biases two warps
-//   slot     planes of 64 rows, 1024 columns: 8 KiB a plane, one copy; and their scales. Consumers take turns in the ring
+//   slot     planes of 64 rows, 1024 columns: 8 KiB a plane, one copy; and their scale codes. Consumers take turns in the ring
 //   stage    kStageLines lines of 128 columns of x, 32 KiB, for all consumers
 //   step     32 columns: a lane has a word of every plane of rows g and g + 8, which is 32 columns of chunk c, of the line
 //            whose four steps it takes part in (CodeWords)
 //   item     64 kWarpgroups rows of W x kTokens tokens, shared out as shared/items.cuh says; sums are integers
 //   splits   or the two blocks of a cluster share the k tiles of an item, and each finishes half of its tokens (splits.cuh)
 //
-//   shared memory: slots | stages | sums of the other split
+//   shared memory: stages | slots | sums of the other split
 // Limits: K c_x c_w < 2^31.
 #pragma once
 #include "lines.cuh"
@@ -31,7 +30,7 @@ constexpr int kWarpsOfGroup = kWarpgroup / kWarpSize;
 struct FusedProblem {
     const uint8* xTiles;
     const uint8* wTiles;
-    const uint8* scaleTiles;  // where slots have scales, see kScaleBytes
+    const uint8* scaleTiles;  // where slots have scale codes, see kScaleBytes
     uint32* partials;  // see SharedItem
     uint32* ready;
     int M, N, K, rowTiles, tokenTiles, tokenBand, wholeItems;  // tiles: of items along N and M
@@ -42,11 +41,13 @@ struct FusedProblem {
     __device__ __forceinline__ ItemPlan items() const { return {rowTiles * tokenTiles, wholeItems, stretches(), splits}; }
 };
 
-template <int kBits_, int kTokens_, int kWarpgroups_>
+template <int kBits_, int kTokens_, int kWarpgroups_, bool kCoded_>
 struct FusedShape {
     static constexpr int kBits = kBits_, kTokens = kTokens_, kWarpgroups = kWarpgroups_, kPartners = 1;
+    static constexpr bool kCoded = kCoded_;                      // whether lines have scale codes
     static constexpr int kConsumers = kWarpgroups * kWarpgroup;  // threads
-    static constexpr int kPlanesBytes = kBits * kPlaneBytes, kScaleBytes = 0, kSlotBytes = kPlanesBytes;
+    static constexpr int kPlanesBytes = kBits * kPlaneBytes, kScaleBytes = kCoded ? kChunksPerLine * kBlockRows : 0;
+    static constexpr int kSlotBytes = kPlanesBytes + kScaleBytes;
     static constexpr int kTokenBytes = kTokens * kLineBytes;     // a line of all tokens
     static constexpr int kStageLines = kStageBytes / kTokenBytes;
     static constexpr int kRows = kWarpgroups * kBlockRows;
@@ -142,31 +143,37 @@ __device__ __forceinline__ void copyX(const FusedProblem& p, uint32 stages, uint
 }
 
 // A lane's word of every plane of a line, of row g (kLower: of row g + 8). row: address of row g's word of chunk 0, before
-// the swizzle. Words: as CodeWords.
-template <class Words, int kBits, bool kLower>
-__device__ __forceinline__ Words wordsOfLine(uint32 row, int line, int g) {
+// the swizzle.
+template <int kBits, bool kLower>
+__device__ __forceinline__ CodeWords<kBits> wordsOfLine(uint32 row, int line, int g) {
     uint32 planes[kBits];
 #pragma unroll
     for (int i = 0; i < kBits; ++i) {
         planes[i] = loadShared4(row + chunkOffset(line, g) + i * kPlaneBytes + (kLower ? 8 * kLineBytes : 0));
     }
-    return Words(planes);
+    return CodeWords<kBits>(planes);
 }
 
-// The codes of one step of a lane: registers of operand A.
-template <class Words>
-__device__ __forceinline__ void codesOfStep(const Words& upper, const Words& lower, int step, uint32 (&codes)[4]) {
-    codes[0] = upper.codes(2 * step), codes[1] = lower.codes(2 * step);
-    codes[2] = upper.codes(2 * step + 1), codes[3] = lower.codes(2 * step + 1);
-}
-
+// The codes of a line of a lane, by steps: registers of operand A. slot: its address; row: offset of the word of row g in it.
 template <class S>
-__device__ __forceinline__ void expandLine(uint32 row, int line, int g, uint32 (&codes)[kSteps][4]) {
-    using Words = CodeWords<S::kBits>;
-    const Words upper = wordsOfLine<Words, S::kBits, false>(row, line, g);
-    const Words lower = wordsOfLine<Words, S::kBits, true>(row, line, g);
+__device__ __forceinline__ void expandLine(uint32 slot, uint32 row, int line, int g, uint32 (&codes)[kSteps][4]) {
+    const CodeWords<S::kBits> upper = wordsOfLine<S::kBits, false>(slot + row, line, g);
+    const CodeWords<S::kBits> lower = wordsOfLine<S::kBits, true>(slot + row, line, g);
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s) codesOfStep(upper, lower, s, codes[s]);
+    for (int s = 0; s < kSteps; ++s) {
+        codes[s][0] = upper.codes(2 * s), codes[s][1] = lower.codes(2 * s);
+        codes[s][2] = upper.codes(2 * s + 1), codes[s][3] = lower.codes(2 * s + 1);
+    }
+    if constexpr (S::kCoded) {
+        const int place = scalePlace(row / (16 * kLineBytes) * 16 + g);
+        const uint32 pair = loadShared2(slot + S::kPlanesBytes + line * kBlockRows + place);  // of rows g and g + 8
+        const ScaleCode<S::kBits> ofUpper(pair & 0xFF), ofLower(pair >> 8);
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            codes[s][0] = ofUpper.bytes(codes[s][0]), codes[s][1] = ofLower.bytes(codes[s][1]);
+            codes[s][2] = ofUpper.bytes(codes[s][2]), codes[s][3] = ofLower.bytes(codes[s][3]);
+        }
+    }
 }
 
 // The codes of a group of lines, from this one on.
@@ -174,10 +181,9 @@ template <class S>
 struct GroupCodes {
     uint32 codes[S::kGroupLines][kSteps][4];
 
-    // slot: its address; row: offset of the word of row g in it.
     __device__ __forceinline__ void expand(uint32 slot, uint32 row, int first, int g) {
 #pragma unroll
-        for (int i = 0; i < S::kGroupLines; ++i) expandLine<S>(slot + row, first + i, g, codes[i]);
+        for (int i = 0; i < S::kGroupLines; ++i) expandLine<S>(slot, row, first + i, g, codes[i]);
     }
 };
 
@@ -226,31 +232,24 @@ struct StagesOfX {
         if (line % S::kStageLines == 0) barrierWait(&full[place.at], place.parity);
         return start + place.at * kStageBytes + line % S::kStageLines * S::kTokenBytes;
     }
-    // Go on to the next stage while products still read this one, whose barrier is returned for giveBack.
-    __device__ __forceinline__ uint64* leave() {
-        uint64* const read = &empty[place.at];
-        place.advance();
-        return read;
-    }
-    __device__ __forceinline__ void giveBack(uint64* read) const {
-        if (signals) barrierArrive(read);
-    }
     // Behind all products of lines up to this one, of so many.
     __device__ __forceinline__ void finish(int line, int count) {
         productWait<0>();
-        if ((line + 1) % S::kStageLines == 0 || line + 1 == count) giveBack(leave());
+        if ((line + 1) % S::kStageLines != 0 && line + 1 != count) return;
+        if (signals) barrierArrive(&empty[place.at]);
+        place.advance();
     }
 };
 
 // The slots of planes as a warp of a consumer warpgroup sees them, and the codes of the next group of lines.
-template <class S, class Codes, int kSlots>
+template <class S, int kSlots>
 struct SlotsOfW {
     uint32 start, row;  // row: offset of the word of row g, see expandLine
     uint64 *full, *empty;
     int g;
     int left;  // stretches of this block that have not begun
     RingPlace<kSlots> place;
-    Codes first;  // of the stretch that comes next
+    GroupCodes<S> first;  // of the stretch that comes next
 
     __device__ __forceinline__ uint32 slot() const { return start + place.at * S::kSlotBytes; }
     __device__ __forceinline__ void begin() {
@@ -258,19 +257,11 @@ struct SlotsOfW {
         barrierWait(&full[place.at], place.parity);
         first.expand(slot(), row, 0, g);
     }
-    __device__ __forceinline__ void release() {
+    // All of a slot is in registers: go on to the next.
+    __device__ __forceinline__ void next() {
         __syncwarp();
         if (threadIdx.x % kWarpSize == 0) barrierArrive(&empty[place.at]);
         place.advance(S::kWarpgroups);
-    }
-    // All of a slot is in registers: go on to the next.
-    __device__ __forceinline__ void next() {
-        release();
         begin();
-    }
-    // The same where the caller expands the next slot's first line; behind the last slot there are bytes of no use.
-    __device__ __forceinline__ void turn() {
-        release();
-        if (left-- > 0) barrierWait(&full[place.at], place.parity);
     }
 };

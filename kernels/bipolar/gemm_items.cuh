@@ -1,4 +1,4 @@
-// The items of gemm_fused.cu and gemm_grouped.cu: a block's warps, what they do with an item, and its epilogue.
+// The items of gemm_fused.cu: a block's warps, what they do with an item, and its epilogue.
 #pragma once
 #include "gemm_fused.cuh"
 
@@ -27,8 +27,8 @@ __device__ __forceinline__ void storeFeatures(const Word (&words)[kWords], const
 // A warpgroup's sums -> y. valueOf(sum, half, token): the value of a sum of row g, or g + 8 for half 1, and a token of the
 // tile. split: whether the block finishes half of the tokens. A lane has two features each of tokens 2 t and 2 t + 1, and the lane of row g ^ 1 those between: one of them takes
 // one token, the other the other.
-template <class S, class Sum, class ValueOf>
-__device__ __forceinline__ void writeItem(const Sum* sums, const Place& p, bool split, int thread, int dtype,
+template <class S, class ValueOf>
+__device__ __forceinline__ void writeItem(const int* sums, const Place& p, bool split, int thread, int dtype,
                                           const ValueOf& valueOf) {
     constexpr int kOther = 4;  // lanes from row g to g ^ 1
     const int lane = thread % kWarpSize, row = thread / kWarpSize * 16 + lane / 4;
@@ -67,20 +67,20 @@ __device__ __forceinline__ void writeItem(const Sum* sums, const Place& p, bool 
     }
 }
 
-// The kernel, once a block's warps know their parts. Its items' sums are S::kSums of type Sum in every consumer thread.
+// The kernel, once a block's warps know their parts. Its items' sums are S::kSums in every consumer thread.
 //
 //   loadLines(set, place, thread)        by kLineThreads threads: what the epilogue needs of an item's rows
 //   multiply(sums, x, w, turns, segment) by a consumer: adds a segment's products
 //   write(sums, set, place, split, warpgroup, thread)  by a consumer: an item's sums to y
-template <class S, class Codes, class Sum, int kSlots, int kStages, class LoadLines, class Multiply, class Write>
+template <class S, int kSlots, int kStages, class LoadLines, class Multiply, class Write>
 __device__ __forceinline__ void runItems(const FusedProblem& p, uint8* dynamicShared, const LoadLines& loadLines,
                                          const Multiply& multiply, const Write& write) {
     constexpr int kWarpgroups = S::kWarpgroups;
     __shared__ uint64 slotsFull[kSlots], slotsEmpty[kSlots], stagesFull[kStages], stagesEmpty[kStages], linesFull[kLineSets];
     __shared__ FusedPlace places[kLineSets];  // of the items that the lines are of
     __shared__ Mailbox mailbox;
-    const uint32 slots = (sharedAddress(dynamicShared) + kSharedAlignment - 1) & ~uint32(kSharedAlignment - 1);
-    const uint32 stages = slots + kSlots * S::kSlotBytes, received = stages + kStages * kStageBytes;
+    const uint32 stages = (sharedAddress(dynamicShared) + kSharedAlignment - 1) & ~uint32(kSharedAlignment - 1);
+    const uint32 slots = stages + kStages * kStageBytes, received = slots + kSlots * S::kSlotBytes;
     const bool split = S::kSplits && p.splits > 1;
 
     const int thread = threadIdx.x % kWarpgroup, lane = threadIdx.x % kWarpSize;
@@ -122,7 +122,7 @@ __device__ __forceinline__ void runItems(const FusedProblem& p, uint8* dynamicSh
     } else {
         if constexpr (kWarpgroups == 2) takeRegisters<kConsumerRegisters>();
         const uint32 row = (thread / kWarpSize * 16 + lane / 4) * kLineBytes + lane % 4 * sizeof(uint32);
-        SlotsOfW<S, Codes, kSlots> w{slots, row, slotsFull, slotsEmpty, lane / 4, typename S::Work(p).allTiles(), {warpgroup, 0}};
+        SlotsOfW<S, kSlots> w{slots, row, slotsFull, slotsEmpty, lane / 4, typename S::Work(p).allTiles(), {warpgroup, 0}};
         StagesOfX<S, kStages> x{stages, stagesFull, stagesEmpty, thread == 0};
         const Turns<S> turns{warpgroup};
         w.begin();
@@ -132,7 +132,7 @@ __device__ __forceinline__ void runItems(const FusedProblem& p, uint8* dynamicSh
             const typename S::Work work(p);
             if (index >= work.segments) break;
             const Segment segment = work.segment(p, index);
-            Sum sums[S::kSets * S::kSums] = {};
+            int sums[S::kSets * S::kSums] = {};
             multiply(sums, x, w, turns, segment);
             if (index == 0) waitForPriorKernels();  // which may read y or use the partials' memory
             if constexpr (S::kSplits) {

@@ -9,7 +9,7 @@
 //   8 rows of a matrix load touch 8 different 16-byte bank groups
 //
 // Integer sums in a fixed order: results repeat bit for bit.
-#include "planes.cuh"
+#include "scales.cuh"
 #include "../shared/mma.cuh"
 
 constexpr int kWarps = QK_MMA_WARPS;
@@ -129,9 +129,9 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
             for (int level = 0; level < kLevels; level++) dot += sums[level][tile][e] << level;
             const float value = recovered(dot, tokenTerm(xSums[m], widths),
                                           featureTerm(wSums[n], featureWidths<kZero>(widths), K) *
-                                          twiceZero<kZero>(xSums, m, M),
-                                      xSteps[m],
-                                          halfToFloat(wScales[n]),
+                                              twiceZero<kZero>(xSums, m, M),
+                                          xSteps[m],
+                                          weightScale(wScales[n], widths),
                                           bias == nullptr ? 0.f : loadElement(bias, n, dtype));
             storeElement(y, size_t(m) * N + n, value, dtype);
         }

@@ -1,6 +1,7 @@
 // What the epilogue needs to know of the rows of a tile, brought to shared memory by warps that do not multiply.
 #pragma once
 #include "epilogue.cuh"
+#include "scales.cuh"
 
 struct LineProblem {
     const int* xSums;
@@ -28,7 +29,7 @@ __device__ __forceinline__ LineOf<kZero> tokenLine(const LineProblem& p, int row
 template <bool kZero>
 __device__ __forceinline__ LineOf<kZero> featureLine(const LineProblem& p, int row, int dtype) {
     row = min(featureOfRow(row), p.N - 1);
-    return LineOf<kZero>{featureTerm(p.wSums[row], p.widths, p.K), halfToFloat(p.wScales[row]),
+    return LineOf<kZero>{featureTerm(p.wSums[row], p.widths, p.K), weightScale(p.wScales[row], p.widths),
                          p.bias == nullptr ? 0.f : loadElement(p.bias, row, dtype)};
 }
 

@@ -81,39 +81,13 @@ struct CodeWords {
     __device__ __forceinline__ uint32 codes(int i) const { return words[i % kGroup] >> i / kGroup * kGroup & kMask; }
 };
 
-// The same as signed bytes: the value 2 u - (2^p - 1) of a code u of p bits, times 2^(7 - p). In the top bits of a byte
-// that is u with its first bit inverted and a one behind its last.
-template <int kBits>
-struct SignedCodeWords {
-    static_assert(kBits < 8, "a value of 8 bits takes 9 with its sign");
-    static constexpr int kGroup = CodeWords<kBits>::kGroup, kFirst = kGroup - kBits;  // place of a code in its block
-    static constexpr uint32 kEveryByte = 0x01010101u;
-    static constexpr uint32 kMask = kEveryByte * (((1u << kBits) - 1) << (8 - kBits));
-    static constexpr uint32 kSigns = kEveryByte * (0x80u | 1u << (7 - kBits));
-    uint32 words[kGroup];
-
-    __device__ __forceinline__ explicit SignedCodeWords(const uint32 (&planes)[kBits]) {
-#pragma unroll
-        for (int i = 0; i < kGroup; i++) words[i] = i < kFirst ? 0 : planes[i < kFirst ? 0 : i - kFirst];
-        exchangeBits<kGroup>(words);
-    }
-    __device__ __forceinline__ uint32 codes(int i) const {
-        uint32 mask = kMask, code;  // in a register: an instruction has room for one constant
-        asm("" : "+r"(mask));
-        asm("lop3.b32 %0, %1, %2, %3, 0x6A;"  // (a and b) xor c
-            : "=r"(code)
-            : "r"(words[i % kGroup] << (8 - kGroup - i / kGroup * kGroup)), "r"(mask), "n"(kSigns));
-        return code;
-    }
-};
-
 // The feature in row r of a weight tile: among 32 rows, bits c c t t e of the row number are bits t t c c e of the
 // feature's. A thread's results for four neighbouring groups of 8 rows are then 8 neighbouring features.
 __device__ __forceinline__ int featureOfRow(int row) {
     return (row & ~(kOrderRows - 1)) | (row / 2 % 4) << 3 | (row / 8 % 4) << 1 | row % 2;
 }
 
-// Largest values of the two widths: c_x and c_w.
+// Largest values of the two widths: c_x and c_w; or kCodedLimit (scales.cuh) for c_w.
 struct Widths {
     int actLimit, weightLimit;
 };

@@ -208,24 +208,20 @@ WG_REGISTERS_BOTH(64, WG_L32, 32, 33, 34, 35, 36, 37, WG_F32(0))
 WG_REGISTERS_BOTH(128, WG_L64, 64, 65, 66, 67, 68, 69, WG_F32(0), WG_F32(32))
 WG_REGISTERS_BOTH(256, WG_L128, 128, 129, 130, 131, 132, 133, WG_F32(0), WG_F32(32), WG_F32(64), WG_F32(96))
 
-// The same of bytes, sums in integers: a0 to a3 as in byteMma32, unsigned or with kSigned signed; those of B are unsigned.
-template <int kColumns, bool kSigned = false>
+// The same of unsigned bytes, sums in integers: a0 to a3 as in byteMma32.
+template <int kColumns>
 struct RegisterBytesProduct;
-#define WG_REGISTER_BYTES(sign, type, columns, list, a, b, c, e, f, k, ...) \
+#define WG_REGISTER_BYTES(columns, list, a, b, c, e, f, k, ...) \
     template <> \
-    struct RegisterBytesProduct<columns, sign> { \
-        template <bool kKeep = true> \
+    struct RegisterBytesProduct<columns> { \
         __device__ static __forceinline__ void add(int* d, uint32 a0, uint32 a1, uint32 a2, uint32 a3, uint64 descB) { \
             asm volatile("{.reg .pred p; setp.ne.b32 p, %" #k ", 0;\nwgmma.mma_async.sync.aligned.m64n" #columns \
-                         "k32.s32." type ".u8 {" list "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f ", p;\n}" \
+                         "k32.s32.u8.u8 {" list "}, {%" #a ", %" #b ", %" #c ", %" #e "}, %" #f ", p;\n}" \
                          : __VA_ARGS__ \
-                         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(descB), "n"(int(kKeep))); \
+                         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(descB), "n"(1)); \
         } \
     };
-#define WG_REGISTER_BYTES_BOTH(...) \
-    WG_REGISTER_BYTES(false, "u8", __VA_ARGS__) \
-    WG_REGISTER_BYTES(true, "s8", __VA_ARGS__)
-WG_REGISTER_BYTES_BOTH(32, WG_L16, 16, 17, 18, 19, 20, 21, WG_D8(0), WG_D8(8))
-WG_REGISTER_BYTES_BOTH(64, WG_L32, 32, 33, 34, 35, 36, 37, WG_D32)
-WG_REGISTER_BYTES_BOTH(128, WG_L64, 64, 65, 66, 67, 68, 69, WG_D64)
-WG_REGISTER_BYTES_BOTH(256, WG_L128, 128, 129, 130, 131, 132, 133, WG_D128)
+WG_REGISTER_BYTES(32, WG_L16, 16, 17, 18, 19, 20, 21, WG_D8(0), WG_D8(8))
+WG_REGISTER_BYTES(64, WG_L32, 32, 33, 34, 35, 36, 37, WG_D32)
+WG_REGISTER_BYTES(128, WG_L64, 64, 65, 66, 67, 68, 69, WG_D64)
+WG_REGISTER_BYTES(256, WG_L128, 128, 129, 130, 131, 132, 133, WG_D128)

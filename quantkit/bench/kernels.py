@@ -227,13 +227,13 @@ def _trellis_kernel(module: QuantizedLinear, x: Tensor) -> str:
 
 
 def _bipolar_kernel(module: QuantizedLinear, x: Tensor) -> str:
-    from quantkit.ops.bipolar.plan import grouped_kernel_for, kernel_for
+    from quantkit.ops.bipolar.plan import kernel_for
 
-    spec = module.spec
-    if "scale_tiles" in module.held:
-        return str(grouped_kernel_for(spec.act_bits, x.shape[0]))
-    shape, row = (x.shape[0], x.shape[-1]), gpu_of(x.device).architecture
-    return str(kernel_for(spec.weight_bits, spec.act_bits, shape, row, act_zero=spec.act_zero))
+    spec, shape, row = module.spec, (x.shape[0], x.shape[-1]), gpu_of(x.device).architecture
+    if "tiles" not in module.held:
+        return "bcq kernels"
+    bits = spec.weight_bits, spec.act_bits
+    return str(kernel_for(*bits, shape, row, act_zero=spec.act_zero, coded=spec.coded))
 
 
 def _bipolar_input(module: QuantizedLinear, x: Tensor) -> Tensor:

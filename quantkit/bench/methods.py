@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.errors import BenchError, RecipeError
 from quantkit.formats.base import Shape, TensorSpec
 from quantkit.formats.bcq import ROW_WISE, BcqSpec
-from quantkit.formats.bipolar import BipolarSpec
+from quantkit.formats.bipolar import BipolarSpec, largest_value
 from quantkit.formats.table import FORMATS, format_name
 from quantkit.formats.trellis import TrellisSpec
 from quantkit.methods import head_spec
@@ -59,9 +59,11 @@ METHOD_NAMES: tuple[MethodName, ...] = (
         lambda found: BcqSpec(int(found[1]), _group(found[2]), offset=False),
     ),
     MethodName(
-        re.compile(r"bipolar-w(\d)a(\d+)(?:-g(\d+))?"),
+        re.compile(r"bipolar-w(\d)a(\d+)(?:-g(\d+)(-s8)?)?"),
         "bipolar-w2a2",
-        lambda found: BipolarSpec(int(found[1]), int(found[2]), _group(found[3] or "row")),
+        lambda found: BipolarSpec(
+            int(found[1]), int(found[2]), _group(found[3] or "row"), scale_bits=8 if found[4] else 16
+        ),
     ),
     MethodName(
         re.compile(r"trellis-w(\d)"),
@@ -114,11 +116,13 @@ def has_equal_steps(name: str) -> bool:
 def random_tensors(spec: Any, shape: Shape, device: torch.device, *, equal_steps: bool = False) -> dict[str, Tensor]:
     """Stored tensors of the spec's format with random content: any bits, scales in (0, 0.02], offsets within 0.01.
 
-    Weights have no mean then, so that whole models of them stay within fp16. equal_steps: fp16 scales of a plane are
-    twice those of the plane before.
+    Weights have no mean then, so that whole models of them stay within fp16. Scales of bipolar weights count in the
+    largest value. equal_steps: fp16 scales of a plane are twice those of the plane before.
     """
     wanted = FORMATS[format_name(spec)].tensors(spec, shape)
     tensors = {name: _random(tensor, device, *_FLOAT_RANGES.get(name, _SCALES)) for name, tensor in wanted.items()}
+    if isinstance(spec, BipolarSpec) and not spec.coded:
+        tensors["scales"] /= largest_value(spec.weight_bits)
     if isinstance(spec, TrellisSpec):  # one filter, as those of a model have
         tensors["filter"] = filter_for(spec.weight_bits, spec.taps).to(device)
     elif equal_steps and spec.scale_bits == _FP16_BITS:
@@ -132,4 +136,5 @@ def _random(tensor: TensorSpec, device: torch.device, least: float, most: float)
     if tensor.dtype.is_floating_point:
         return (most - (most - least) * torch.rand(tensor.shape, device=device)).to(tensor.dtype)
     limits = torch.iinfo(tensor.dtype)
-    return torch.randint(limits.min, limits.max + 1, tensor.shape, dtype=tensor.dtype, device=device)
+    most = limits.max if tensor.largest is None else tensor.largest
+    return torch.randint(limits.min, most + 1, tensor.shape, dtype=tensor.dtype, device=device)

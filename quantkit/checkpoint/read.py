@@ -130,7 +130,7 @@ def check_small_files(folder: Path) -> int:
 def check_tensors(config: CheckpointConfig, files: Sequence[TensorFile]) -> None:
     """Check that the files hold every tensor of every quantized layer with its shape and dtype, and no other of them.
 
-    Scales must be finite, and what kernels read memory by must lead inside it.
+    Scales must be finite, codes within their range, and what kernels read memory by must lead inside it.
     Raises CheckpointError naming the first tensor that does not fit.
     """
     found = _all_tensors(files)
@@ -149,6 +149,8 @@ def check_tensors(config: CheckpointConfig, files: Sequence[TensorFile]) -> None
                         f"{name}.{field}: stored as {stored.dtype}{list(stored.shape)}, expected "
                         f"{expected[0]}{list(expected[1])}; the file or quantization_config was altered"
                     )
+                if tensor.largest is not None and not tensor.holds(handles[file.path].get_tensor(full)):
+                    raise CheckpointError(f"{name}.{field}: holds a code above {tensor.largest}; {_COPY}")
                 if field in row.indices:
                     indices[field] = handles[file.path].get_tensor(full)
                 elif stored.dtype in FLOATS and not bool(handles[file.path].get_tensor(full).isfinite().all()):

@@ -55,8 +55,6 @@ class Kernel(StrEnum):
     BIPOLAR_BINARY_WGMMA = "bipolar_gemm_wgmma binary"
     BIPOLAR_INT8_WGMMA = "bipolar_gemm_wgmma int8"
     BIPOLAR_FUSED_WGMMA = "bipolar_gemm_fused"
-    BIPOLAR_GROUPED_GEMV = "bipolar_gemv_grouped"
-    BIPOLAR_GROUPED_WGMMA = "bipolar_gemm_grouped"
     INT8_GEMM_MMA = "int8_gemm_mma"
     INT4_GEMM_MMA = "int8_gemm_mma int4"
     INT8_GEMM_WGMMA = "int8_gemm_wgmma"
@@ -78,8 +76,6 @@ INSTRUCTION_OF: dict[Kernel, Instruction | None] = {
     Kernel.BIPOLAR_BINARY_WGMMA: Instruction.WGMMA_B1,
     Kernel.BIPOLAR_INT8_WGMMA: Instruction.WGMMA_S8,
     Kernel.BIPOLAR_FUSED_WGMMA: Instruction.WGMMA_S8,
-    Kernel.BIPOLAR_GROUPED_GEMV: Instruction.MMA_B1,
-    Kernel.BIPOLAR_GROUPED_WGMMA: Instruction.WGMMA_S8,
     Kernel.INT8_GEMM_MMA: Instruction.MMA_S8,
     Kernel.INT4_GEMM_MMA: Instruction.MMA_S4,
     Kernel.INT8_GEMM_WGMMA: Instruction.WGMMA_S8,
@@ -183,8 +179,6 @@ _HOPPER = (_PORTABLE | _BINARY) - {Kernel.BCQ_GEMM_MMA, Kernel.BIPOLAR_INT8_MMA,
     Kernel.BIPOLAR_BINARY_WGMMA,
     Kernel.BIPOLAR_INT8_WGMMA,
     Kernel.BIPOLAR_FUSED_WGMMA,
-    Kernel.BIPOLAR_GROUPED_GEMV,
-    Kernel.BIPOLAR_GROUPED_WGMMA,
     Kernel.INT8_GEMM_WGMMA,
     Kernel.INT8_ATTENTION_WGMMA,
 }

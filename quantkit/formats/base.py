@@ -17,10 +17,18 @@ ADDED_LATER: Mapping[str, Any] = {"added_later": True}
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of one stored tensor; N at dim -2 and K at dim -1, so sharding works unaided."""
+    """Shape and dtype of one stored tensor; N at dim -2 and K at dim -1, so sharding works unaided.
+
+    largest: of unsigned codes, where not all that the dtype holds mean something.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    largest: int | None = None
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether no code of a tensor is larger."""
+        return self.largest is None or not tensor.numel() or int(tensor.max()) <= self.largest
 
 
 @dataclass(frozen=True)

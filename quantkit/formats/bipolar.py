@@ -7,7 +7,13 @@ Symmetric, without a sign bit and without a zero: 1 bit is {-1, +1}, 2 bits {-3,
 stored in plane i, the planes one after the other (section 4.1: decomposition, reassembly, concatenation).
 Beyond the paper, activations may have a zero point z per token: a code then stands for 2 u - 2 z, which is the bipolar
 value plus a number of the token's own, and the product grows by that number times the row sum of W. And their input may
-be rotated (formats/hadamard.py): the planes then hold W Q.
+be rotated (formats/hadamard.py): the planes then hold W Q. With ``scale_bits: 8`` the scales of a row are codes that
+count in one factor of it:
+
+    w[n, k] = scale_factors[n] * (scales[n, k // g] * value(code[n, k]))
+
+The integer in brackets is a signed byte: scales are at most 127 // (2**weight_bits - 1). So a row's product is one sum
+of integers, whatever the groups.
 Deviation: planes are packed into bytes, not into 32-bit words; four of them are the paper's word on any little-endian
 machine, and a row needs no padding to 32 columns.
 """
@@ -21,12 +27,23 @@ from torch import Tensor
 
 from quantkit.errors import RecipeError, StatsError
 from quantkit.formats.base import ADDED_LATER, Format, Shape, Tensors, TensorSpec
-from quantkit.formats.bcq import check_group_size, check_weight_bits, group_count, group_width
+from quantkit.formats.bcq import (
+    CODE_BITS,
+    check_group_size,
+    check_scale_bits,
+    check_weight_bits,
+    group_count,
+    group_width,
+)
 from quantkit.formats.hadamard import rotate, unrotate
 from quantkit.formats.planes import MAX_BITS, packed_width, unpack_codes
 
 FLOAT_ACT_BITS = 16
 PER_TOKEN, PER_TENSOR = "per_token", "per_tensor"
+LARGEST_BYTE = 127
+"""Of a scale code times a value."""
+MOST_CODED_BITS = 6
+"""Weight bits of scale codes: from 7 on there would be one code, 1, or none."""
 _INT32_SUMS = 1 << 31
 
 
@@ -47,6 +64,7 @@ class BipolarSpec:
     group_size: columns per weight scale, a multiple of 8, or -1 for one scale per row (per channel).
     act_granularity: ``per_token`` (range taken from each row of x as it comes) or ``per_tensor`` (fixed range).
     act_zero: whether each token has a zero point. rotate_inputs: whether x is rotated before it is quantized.
+    scale_bits: 16, or 8 for codes with a factor per row, which up to 6 weight bits can have.
     """
 
     weight_bits: int
@@ -55,9 +73,16 @@ class BipolarSpec:
     act_granularity: str = PER_TOKEN
     act_zero: bool = field(default=False, metadata=ADDED_LATER)
     rotate_inputs: bool = field(default=False, metadata=ADDED_LATER)
+    scale_bits: int = field(default=16, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         check_weight_bits(self.weight_bits)
+        check_scale_bits(self.scale_bits)
+        if self.coded and self.weight_bits > MOST_CODED_BITS:
+            raise RecipeError(
+                f"scale_bits {CODE_BITS} takes weight_bits from 1 to {MOST_CODED_BITS}, not {self.weight_bits}, as a "
+                "scale times a value must fit a byte; choose fewer weight_bits, or scale_bits 16"
+            )
         check_act_bits(self.act_bits)
         check_group_size(self.group_size)
         check_act_granularity(self.act_granularity)
@@ -65,6 +90,11 @@ class BipolarSpec:
             raise RecipeError("act_zero and rotate_inputs are for quantized activations; choose act_bits from 1 to 8")
         if self.act_zero and self.act_granularity != PER_TOKEN:
             raise RecipeError(f"act_zero takes each token's own range; choose act_granularity {PER_TOKEN}")
+
+    @property
+    def coded(self) -> bool:
+        """Whether scales are codes with a factor per row."""
+        return self.scale_bits == CODE_BITS
 
     @property
     def coding(self) -> ActCoding:
@@ -84,15 +114,24 @@ def check_act_granularity(act_granularity: str) -> None:
         raise RecipeError(f"act_granularity is {act_granularity!r}; choose {PER_TOKEN} or {PER_TENSOR}")
 
 
-def check_exact(weight_bits: int, act_bits: int, columns: int, act_zero: bool = False) -> None:
-    """Raise RecipeError where a sum of ``columns`` products may leave int32, the accumulator of every kernel."""
-    if largest_value(weight_bits) * largest_act(act_bits, act_zero) * columns >= _INT32_SUMS:
+def check_exact(weight_bits: int, act_bits: int, columns: int, act_zero: bool = False, coded: bool = False) -> None:
+    """Raise RecipeError where a sum of ``columns`` products may leave int32, the accumulator of every kernel.
+
+    coded: with scale codes kernels add up twice the bytes.
+    """
+    largest = 2 * LARGEST_BYTE if coded else largest_value(weight_bits)
+    if largest * largest_act(act_bits, act_zero) * columns >= _INT32_SUMS:
         raise RecipeError(f"W{weight_bits}A{act_bits} over {columns} columns may overflow 32-bit sums; use fewer bits")
 
 
 def largest_value(bits: int) -> int:
     """2**bits - 1: the largest value, the negated smallest value and the largest code of a width."""
     return (1 << bits) - 1
+
+
+def largest_scale(weight_bits: int) -> int:
+    """The largest scale code of a width."""
+    return LARGEST_BYTE // largest_value(weight_bits)
 
 
 def largest_act(act_bits: int, act_zero: bool) -> int:
@@ -185,28 +224,37 @@ def act_values(x: Tensor, act_clip: Tensor, coding: ActCoding) -> tuple[Tensor, 
 def bipolar_tensors(spec: BipolarSpec, shape: Shape) -> dict[str, TensorSpec]:
     """bit_planes [bits, N, ceil(K/8)] uint8, scales [N, G] fp16 and, with quantized activations, act_clip [1] fp32.
 
-    act_clip: the fraction of each token's absmax (per_token) or the absolute value (per_tensor) that is the end of
-    the range.
+    With scale codes scales are uint8, and scale_factors [N, 1] fp16 stand beside them. act_clip: the fraction of each
+    token's absmax (per_token) or the absolute value (per_tensor) that is the end of the range.
     """
     rows, columns = shape
-    tensors = {
-        "bit_planes": TensorSpec((spec.weight_bits, rows, packed_width(columns)), torch.uint8),
-        "scales": TensorSpec((rows, group_count(spec.group_size, columns)), torch.float16),
-    }
+    by_group = rows, group_count(spec.group_size, columns)
+    tensors = {"bit_planes": TensorSpec((spec.weight_bits, rows, packed_width(columns)), torch.uint8)}
+    if spec.coded:
+        tensors["scales"] = TensorSpec(by_group, torch.uint8, largest_scale(spec.weight_bits))
+        tensors["scale_factors"] = TensorSpec((rows, 1), torch.float16)
+    else:
+        tensors["scales"] = TensorSpec(by_group, torch.float16)
     if spec.act_bits != FLOAT_ACT_BITS:
         tensors["act_clip"] = TensorSpec((1,), torch.float32)
     return tensors
 
 
+def decoded_scales(scales: Tensor, scale_factors: Tensor | None) -> Tensor:
+    """Stored scales [N, G], or codes with factors [N, 1], as fp32: exact."""
+    return scales.float() if scale_factors is None else scales.float() * scale_factors.float()
+
+
 def dequantize_bipolar(bit_planes: Tensor, scales: Tensor, columns: int, group_size: int) -> Tensor:
-    """The weight [N, columns] fp32 that planes [bits, N, ceil(columns/8)] and scales [N, G] stand for."""
+    """The weight [N, columns] fp32 that planes [bits, N, ceil(columns/8)] and decoded scales [N, G] stand for."""
     values = codes_to_values(unpack_codes(bit_planes, columns), bit_planes.shape[0])
     width = group_width(group_size, columns)
     return values.float() * scales.float().repeat_interleave(width, dim=-1)[:, :columns]
 
 
 def _dequantize(spec: BipolarSpec, tensors: Tensors, shape: Shape) -> Tensor:
-    weight = dequantize_bipolar(tensors["bit_planes"], tensors["scales"], shape[1], spec.group_size)
+    scales = decoded_scales(tensors["scales"], tensors.get("scale_factors"))
+    weight = dequantize_bipolar(tensors["bit_planes"], scales, shape[1], spec.group_size)
     return unrotate(weight) if spec.rotate_inputs else weight
 
 

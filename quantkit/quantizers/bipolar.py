@@ -7,7 +7,7 @@ layer's output over the calibration sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.errors import RecipeError, StatsError
 from quantkit.formats.base import PackedWeight, Shape
-from quantkit.formats.bcq import group_count, group_width
+from quantkit.formats.bcq import group_width
 from quantkit.formats.bipolar import (
     FLOAT_ACT_BITS,
     PER_TOKEN,
@@ -24,7 +24,9 @@ from quantkit.formats.bipolar import (
     act_values,
     check_exact,
     codes_to_values,
+    decoded_scales,
     dequantize_bipolar,
+    largest_scale,
     nearest_codes,
     step_of_range,
 )
@@ -38,6 +40,8 @@ from quantkit.quantizers.rotated_inputs import rotated_inputs
 # Clip ranges tried, as fractions of absmax: powers of two first, then finer ones around the best.
 _COARSE = tuple(2.0**-i for i in range(12))
 _FINE = tuple(2.0 ** (i / 8) for i in (-6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6))
+# Factors of scale codes that are tried, over the one by which a row's largest scale is the largest code.
+_STRETCHES = tuple(0.75 + 0.0125 * i for i in range(33))
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,8 @@ class BipolarSettings:
     first (Llama family). gptq, damping: round column by column, each error moved to the columns that follow. act_order:
     for gptq, columns of large inputs first, and each range by what that leaves of a column's error (search: true).
     act_zero: a zero point per token, so that one-sided ranges use all codes. rotate_inputs: rotate each Linear's input
-    by Hadamard blocks before it is quantized (formats/hadamard.py); any family.
+    by Hadamard blocks before it is quantized (formats/hadamard.py); any family. scale_bits: of a scale per group, 16
+    or 8: codes with a factor per row, which keep a row's product one sum of integers.
     """
 
     weight_bits: int = 4
@@ -63,6 +68,7 @@ class BipolarSettings:
     act_order: bool = False
     act_zero: bool = False
     rotate_inputs: bool = False
+    scale_bits: int = 16
 
     def __post_init__(self) -> None:
         self.spec()
@@ -79,6 +85,7 @@ class BipolarSettings:
             self.act_granularity,
             self.act_zero,
             self.rotate_inputs,
+            self.scale_bits,
         )
 
 
@@ -111,15 +118,16 @@ def quantize(layer: LayerInput, settings: BipolarSettings) -> PackedWeight:
         layer, sample = rotated_inputs(layer), None if sample is None else rotate(sample)
         absmax = None if sample is None or not sample.numel() else sample.abs().max()
     solve = _solve_of(layer, settings) if settings.gptq else None
-    scales = weight_scales(layer.weight, sample, settings, None if solve is None else solve.importance)
-    spread = scales.float().repeat_interleave(group_width(settings.group_size, shape[1]), dim=1)[:, : shape[1]]
+    stored = weight_scales(layer.weight, sample, settings, None if solve is None else solve.importance)
+    scales = decoded_scales(stored["scales"], stored.get("scale_factors"))
+    spread = scales.repeat_interleave(group_width(settings.group_size, shape[1]), dim=1)[:, : shape[1]]
     target = layer.weight if solve is None else _compensated(layer.weight, spread, solve, settings)
     codes = nearest_codes(target, spread, settings.weight_bits)
-    tensors = {"bit_planes": pack_codes(codes, settings.weight_bits), "scales": scales}
+    tensors = {"bit_planes": pack_codes(codes, settings.weight_bits), **stored}
     dequantized = dequantize_bipolar(tensors["bit_planes"], scales, shape[1], settings.group_size)
     report: dict[str, Any] = error_report(original, unrotate(dequantized) if settings.rotate_inputs else dequantized)
     if settings.act_bits != FLOAT_ACT_BITS:
-        check_exact(settings.weight_bits, settings.act_bits, shape[1], settings.act_zero)
+        check_exact(settings.weight_bits, settings.act_bits, shape[1], settings.act_zero, spec.coded)
         if absmax is None or sample is None or not sample.shape[0]:
             raise StatsError(f"{layer.name}: quantized activations need a calibration sample of this layer's input")
         tensors["act_clip"], error = activation_clip(layer.weight, sample, absmax, settings)
@@ -129,21 +137,48 @@ def quantize(layer: LayerInput, settings: BipolarSettings) -> PackedWeight:
 
 def weight_scales(
     weight: Tensor, sample: Tensor | None, settings: BipolarSettings, importance: Tensor | None = None
-) -> Tensor:
-    """Scales [N, G] fp16 of weight [N, K]: per row and group, the range with the least squared output error.
+) -> dict[str, Tensor]:
+    """The scales of weight [N, K] as they are stored: per row and group, the range with the least squared output error.
 
     sample: [R, K] inputs of the layer, or None (then every input counts the same). The error of a group is that of
     its own contribution to the output. importance: [K], of a squared error of each column, in place of the sample.
     """
-    rows, columns = weight.shape
-    width = group_width(settings.group_size, columns)
-    scales = torch.empty(rows, group_count(settings.group_size, columns), dtype=torch.float16, device=weight.device)
-    for group, start in enumerate(range(0, columns, width)):
-        part = weight[:, start : start + width]
-        inputs = None if sample is None else sample[:, start : start + width]
-        weighed = None if importance is None else importance[start : start + width]
-        scales[:, group] = _group_scale(part, inputs, weighed, settings)
-    return scales
+    groups = list(_groups(weight, sample, settings, importance))
+    scales = torch.stack([_group_scale(group, settings) for group in groups], dim=1)
+    if not settings.spec().coded:
+        return {"scales": scales}
+    factors = scale_factors(scales, settings.weight_bits)
+    codes = [_group_codes(*pair, factors, settings) for pair in zip(groups, scales.float().unbind(1), strict=True)]
+    return {"scales": torch.stack(codes, dim=1), "scale_factors": factors}
+
+
+def scale_factors(scales: Tensor, weight_bits: int) -> Tensor:
+    """Factors [N, 1] fp16 in which scales [N, G] count as codes: of those tried whose nearest codes are nearest, as a
+    share of each scale."""
+    wanted, most = scales.float(), largest_scale(weight_bits)
+    reach = wanted.amax(dim=1, keepdim=True) / most
+    factors, least = torch.zeros_like(reach), torch.full_like(reach, torch.inf)
+    for stretch in _STRETCHES:
+        tried = torch.where(reach > 0, (reach * stretch).clamp_min(SMALLEST_SCALE), reach).half().float()
+        ratio = wanted / tried
+        error = (ratio.round().clamp(1, most) / ratio - 1).square()
+        error = torch.where(wanted > 0, error, torch.zeros_like(error)).sum(dim=1, keepdim=True)
+        factors = torch.where(error < least, tried, factors)
+        least = torch.minimum(error, least)
+    return factors.half()
+
+
+def _group_codes(group: _Group, scale: Tensor, factors: Tensor, settings: BipolarSettings) -> Tensor:
+    """uint8 codes [N] of a group's scales [N] fp32: the one below or above, by the group's error, or the nearest.
+
+    A scale that is not 0 keeps a code that is not.
+    """
+    factor, most = factors[:, 0].float(), largest_scale(settings.weight_bits)
+    ratio = scale / torch.where(factor > 0, factor, torch.ones_like(factor))
+    below, above, nearest = (found.clamp(1, most) for found in (ratio.floor(), ratio.ceil(), ratio.round()))
+    if settings.search:
+        nearest = torch.where(group.error(above * factor) < group.error(below * factor), above, below)
+    return torch.where(scale > 0, nearest, torch.zeros_like(nearest)).to(torch.uint8)
 
 
 def activation_clip(weight: Tensor, sample: Tensor, absmax: Tensor, settings: BipolarSettings) -> tuple[Tensor, float]:
@@ -208,21 +243,45 @@ def _compensated(weight: Tensor, step: Tensor, solve: _Solve, settings: BipolarS
     return target
 
 
-def _group_scale(part: Tensor, inputs: Tensor | None, importance: Tensor | None, settings: BipolarSettings) -> Tensor:
-    """fp16 scale [N] of one group of columns, weight [N, g]."""
-    absmax = part.abs().amax(dim=1)
+@dataclass(frozen=True)
+class _Group:
+    """The columns of one group. weight: [N, g]. inputs: [R, g]. importance: [g], in their place. Either may be None."""
+
+    weight: Tensor
+    inputs: Tensor | None
+    importance: Tensor | None
+    weight_bits: int
+
+    def error(self, step: Tensor) -> Tensor:
+        """[N], of scales [N] fp32."""
+        codes = nearest_codes(self.weight, step[:, None], self.weight_bits)
+        difference = codes_to_values(codes, self.weight_bits).float() * step[:, None] - self.weight
+        if self.importance is not None:
+            return difference.square() @ self.importance
+        return (difference if self.inputs is None else difference @ self.inputs.T).square().sum(dim=1)
+
+
+def _groups(
+    weight: Tensor, sample: Tensor | None, settings: BipolarSettings, importance: Tensor | None
+) -> Iterator[_Group]:
+    width = group_width(settings.group_size, weight.shape[1])
+    for start in range(0, weight.shape[1], width):
+        columns = slice(start, start + width)
+        inputs = None if sample is None else sample[:, columns]
+        weighed = None if importance is None else importance[columns]
+        yield _Group(weight[:, columns], inputs, weighed, settings.weight_bits)
+
+
+def _group_scale(group: _Group, settings: BipolarSettings) -> Tensor:
+    """fp16 scale [N] of one group of columns."""
+    absmax = group.weight.abs().amax(dim=1)
 
     def scale(fraction: Tensor) -> Tensor:
         step = step_of_range(absmax * fraction, settings.weight_bits).to(torch.float16)
         return torch.where(absmax > 0, step.clamp_min(SMALLEST_SCALE), step)
 
     def error(fraction: Tensor) -> Tensor:
-        step = scale(fraction).float()[:, None]
-        codes = nearest_codes(part, step, settings.weight_bits)
-        difference = codes_to_values(codes, settings.weight_bits).float() * step - part
-        if importance is not None:
-            return difference.square() @ importance
-        return (difference if inputs is None else difference @ inputs.T).square().sum(dim=1)
+        return group.error(scale(fraction).float())
 
     return scale(_search(error, torch.ones_like(absmax)) if settings.search else torch.ones_like(absmax))
 

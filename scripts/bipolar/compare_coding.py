@@ -4,7 +4,7 @@ python scripts/bipolar/compare_coding.py --bits w4a8,w4a4 --shapes 1x4096x4096,1
 
 Shapes are tokens x out_features x in_features. Each variant is captured in a CUDA graph of several calls and replayed
 in turns with the others; a time is the median of the replays, over the calls. The weight stays in L2 where it fits.
-Groups are of 128 columns, of weights of at most 7 bits.
+Groups are of 128 columns, with 8-bit scales, of weights of at most 6 bits.
 """
 
 from __future__ import annotations
@@ -19,50 +19,41 @@ import torch
 
 from quantkit.bench.report import environment
 from quantkit.errors import BenchError
-from quantkit.formats.bipolar import BipolarSpec
+from quantkit.formats.bcq import ROW_WISE
+from quantkit.formats.bipolar import MOST_CODED_BITS, largest_scale
 from quantkit.formats.planes import pack_codes
-from quantkit.ops.bipolar.grouped import grouped_weight, takes_groups
-from quantkit.ops.bipolar.layout import plane_row_sums, tile_weight
-from quantkit.ops.bipolar.op import BipolarPreparedLinear, bipolar_grouped_linear, bipolar_prepared_linear
+from quantkit.ops.bipolar.op import BipolarPreparedLinear, bipolar_prepared_linear
+from quantkit.ops.bipolar.weight import tiled_weight
 from quantkit.runtime.cuda_graph import capture
 from scripts.common import command_line, markdown_table, needed_gpu, run_script, write_document
 
 VARIANTS = {"plain": (False, False), "zero": (True, False), "rotated": (False, True), "both": (True, True)}
 """Name: whether tokens have zero points, whether inputs are rotated."""
 GROUPED = {"groups": (False, False), "groups and both": (True, True)}
-"""The same with a scale per row and group."""
+"""The same with a scale code per row and group."""
 GROUP_SIZE = 128
 REPLAYS = 25
 MANY_TOKENS, CALLS, CALLS_OF_MANY = 1024, 20, 4  # of a graph; from so many tokens on
 
 
-def _variants(bits: tuple[int, int], shape: tuple[int, int, int], device: torch.device) -> dict[str, Any]:
-    """By name, a graph of the op's calls."""
+def _variants(bits: tuple[int, int], shape: tuple[int, int, int], device: torch.device) -> dict[str, partial[Any]]:
+    """By name, a call of the op."""
     (weight_bits, act_bits), (tokens, out_features, in_features) = bits, shape
-    planes = pack_codes(torch.randint(0, 1 << weight_bits, (out_features, in_features), dtype=torch.uint8), weight_bits)
-    plain = BipolarPreparedLinear(
-        torch.randn(tokens, in_features).half().to(device),
-        tile_weight(planes.to(device)),
-        plane_row_sums(planes, in_features).to(device),
-        torch.full((out_features, 1), 0.01).half().to(device),
-        torch.ones(1, device=device),
-        None,
-        act_bits,
-        True,
-    )
-    calls = {
-        name: partial(bipolar_prepared_linear, *plain._replace(act_zero=zero, rotate_inputs=rotate))
-        for name, (zero, rotate) in VARIANTS.items()
-    }
-    if takes_groups(BipolarSpec(weight_bits, act_bits, GROUP_SIZE), in_features, device):
-        scales = torch.full((out_features, -(-in_features // GROUP_SIZE)), 0.01).half()
-        weight = grouped_weight(planes.to(device), scales.to(device), GROUP_SIZE, in_features)
-        tensors = weight.tiles, weight.scale_tiles, weight.offsets
-        for name, coding in GROUPED.items():
-            calls[name] = partial(
-                bipolar_grouped_linear, plain.x, *tensors, plain.act_clip, None, act_bits, True, *coding
-            )
-    return {name: capture([call] * _calls(tokens), device) for name, call in calls.items()}
+    codes = torch.randint(0, 1 << weight_bits, (out_features, in_features), dtype=torch.uint8)
+    planes, scales = pack_codes(codes, weight_bits).to(device), torch.full((out_features, 1), 0.01).half().to(device)
+    weights = [tiled_weight(planes, scales, None, ROW_WISE, in_features)]
+    if weight_bits <= MOST_CODED_BITS:
+        by_group = out_features, -(-in_features // GROUP_SIZE)
+        drawn = torch.randint(1, largest_scale(weight_bits) + 1, by_group, dtype=torch.uint8).to(device)
+        weights.append(tiled_weight(planes, drawn, scales, GROUP_SIZE, in_features))
+    x, clip = torch.randn(tokens, in_features).half().to(device), torch.ones(1, device=device)
+    calls = {}
+    for weight, variants in zip(weights, (VARIANTS, GROUPED), strict=False):
+        stored = weight.tiles, weight.row_sums, weight.scales
+        plain = BipolarPreparedLinear(x, *stored, clip, None, act_bits, True, scale_tiles=weight.scale_tiles)
+        for name, (zero, rotate) in variants.items():
+            calls[name] = partial(bipolar_prepared_linear, *plain._replace(act_zero=zero, rotate_inputs=rotate))
+    return calls
 
 
 def _calls(tokens: int) -> int:
@@ -71,7 +62,8 @@ def _calls(tokens: int) -> int:
 
 def measure(bits: tuple[int, int], shape: tuple[int, int, int], device: torch.device) -> dict[str, float]:
     """Microseconds of a call by variant."""
-    graphs = _variants(bits, shape, device)
+    calls = _variants(bits, shape, device)  # they hold the memory that the graphs read
+    graphs = {name: capture([call] * _calls(shape[0]), device) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(REPLAYS):
         for name, graph in graphs.items():

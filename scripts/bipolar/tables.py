@@ -218,13 +218,13 @@ def _product(shape: Shape, weight_bits: int, act_bits: int, device: torch.device
     kernel = kernel_for(weight_bits, act_bits, (rows, columns), gpu.architecture)
     given = _operands(shape, weight_bits, device)
     acts = quantize_tiles(given.x, given.clip, ActCoding(act_bits), as_bytes=kernel in BYTE_KERNELS)
-    tiles, *rest = given.weight
-    operands = (expand(tiles, columns) if kernel in INT8_KERNELS else tiles, *rest)
-    moved = operands[0].numel() + acts.tiles.numel() + 2 * rows * channels
+    weight = Weight(*given.weight)
+    operand = expand(weight, columns) if kernel in INT8_KERNELS else weight
+    moved = operand.tiles.numel() + acts.tiles.numel() + 2 * rows * channels
     count, bits = _sets(moved, device), (act_bits, weight_bits)
     ys = torch.empty(count, rows, channels, dtype=torch.float16, device=device)
     xs = [_copies(part, count) for part in (acts.tiles, acts.sums, acts.steps)]
-    weights, sums, scales = (_copies(part, count) for part in operands)
+    weights, sums, scales = (_copies(part, count) for part in (operand.tiles, operand.row_sums, operand.scales))
     products = [
         Product(
             Activations(*(x[i] for x in xs)),

@@ -9,11 +9,14 @@ from hypothesis import strategies as st
 
 from quantkit.errors import CheckpointError, RecipeError, StatsError
 from quantkit.formats.bipolar import (
+    LARGEST_BYTE,
+    MOST_CODED_BITS,
     BipolarSpec,
     bipolar_tensors,
     check_exact,
     codes_to_values,
     dequantize_bipolar,
+    largest_scale,
     largest_value,
     nearest_codes,
     quantize_activations,
@@ -177,21 +180,62 @@ def test_spec_survives_json_and_refuses_impossible_values() -> None:
         ({"weight_bits": 4, "act_bits": 4, "group_size": 12}, "group_size is 12"),
         ({"weight_bits": 4, "act_bits": 4, "act_granularity": "per_row"}, "act_granularity is 'per_row'"),
         ({"weight_bits": 4, "act_bits": 16, "rotate_inputs": True}, "for quantized activations"),
+        ({"weight_bits": 4, "act_bits": 4, "scale_bits": 4}, "scale_bits is 4"),
+        ({"weight_bits": 7, "act_bits": 8, "scale_bits": 8}, "weight_bits from 1 to 6, not 7"),
         (
             {"weight_bits": 4, "act_bits": 4, "act_granularity": "per_tensor", "act_zero": True},
             "each token's own range",
         ),
     ],
-    ids=["weight_bits", "act_bits", "group_size", "act_granularity", "weight only", "zero per tensor"],
+    ids=[
+        *("weight_bits", "act_bits", "group_size", "act_granularity"),
+        *("weight only", "scale_bits", "codes of 7 bits", "zero per tensor"),
+    ],
 )
 def test_impossible_settings_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         BipolarSpec(**values)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("bits", range(1, MOST_CODED_BITS + 1))
+def test_a_scale_code_times_a_value_is_a_signed_byte_and_the_kernels_byte(bits: int) -> None:
+    """ScaleCode in planes.cuh: 2 s u + 128 - s (2^p - 1), for four codes in a word, without a carry between bytes."""
+    values = codes_to_values(torch.arange(1 << bits), bits).int()
+    for scale in range(largest_scale(bits) + 1):
+        assert (values * scale).abs().max() <= LARGEST_BYTE
+        offset = (128 - scale * largest_value(bits)) * 0x01010101
+        for u in (0, 1, (1 << bits) - 1):
+            word = u | ((1 << bits) - 1) << 8 | u << 24
+            found = (word * 2 * scale + offset) % (1 << 32)
+            expected = [values[word >> 8 * i & 0xFF] * scale + 128 for i in range(4)]
+            assert [found >> 8 * i & 0xFF for i in range(4)] == expected
+
+
+def test_scale_codes_count_in_the_factor_of_their_row() -> None:
+    spec, shape = BipolarSpec(2, 8, 8, scale_bits=8), (2, 12)
+    codes = torch.tensor([[0] * 8 + [3] * 4, [1] * 12], dtype=torch.uint8)
+    tensors = {
+        "bit_planes": pack_codes(codes, 2),
+        "scales": torch.tensor([[1, 42], [7, 0]], dtype=torch.uint8),
+        "scale_factors": torch.tensor([[0.5], [0.25]]).half(),
+    }
+    declared = bipolar_tensors(spec, shape)
+    assert {name: (declared[name].shape, declared[name].dtype) for name in tensors} == {
+        name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()
+    }
+    weight = FORMATS["bipolar"].dequantize(spec, tensors, shape)
+    assert weight.tolist() == [[-1.5] * 8 + [63.0] * 4, [-1.75] * 8 + [0.0] * 4]
+    assert declared["scales"].holds(tensors["scales"])
+    assert not declared["scales"].holds(torch.tensor([[43]], dtype=torch.uint8))
+    assert spec_from_json(spec_to_json(spec)) == spec
+
+
 def test_sums_that_could_overflow_are_refused() -> None:
     check_exact(8, 8, 33024)
     check_exact(8, 8, 16512, act_zero=True)
+    check_exact(1, 8, 33000, coded=True)
+    with pytest.raises(RecipeError, match="W1A8 over 33500 columns"):
+        check_exact(1, 8, 33500, coded=True)
     with pytest.raises(RecipeError, match="W8A8 over 16514 columns"):
         check_exact(8, 8, 16514, act_zero=True)
     with pytest.raises(RecipeError, match="W8A8 over 33026 columns"):

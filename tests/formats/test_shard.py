@@ -29,6 +29,7 @@ SPECS = {
     "bcq-scales8": BcqSpec(4, 64, True, scale_bits=8),
     "bipolar-w4a8": BipolarSpec(4, 8),
     "bipolar-w3a16-g64": BipolarSpec(3, 16, 64),
+    "bipolar-w4a8-g64-scales8": BipolarSpec(4, 8, 64, scale_bits=8),
     "flatten-w8a8": FlattenSpec(8, 8, 256),
     "flatten-w4a4": FlattenSpec(4, 4, 256),
     "flatten-smooth": FlattenSpec(8, 8, 256, smooth=True),
@@ -45,7 +46,8 @@ def random_tensors(spec: Any, shape: tuple[int, int]) -> dict[str, Tensor]:
             tensors[name] = torch.rand(stored.shape).to(stored.dtype) + 0.5
         else:
             least = torch.iinfo(stored.dtype).min if stored.dtype == torch.int8 else 0
-            tensors[name] = torch.randint(least, least + 256, stored.shape).to(stored.dtype)
+            most = least + 255 if stored.largest is None else stored.largest
+            tensors[name] = torch.randint(least, most + 1, stored.shape).to(stored.dtype)
     if isinstance(spec, FlattenSpec):
         further = spec.extended_channels - shape[1] - 8
         split = torch.randint(0, shape[1], (further,)).sort().values.int()

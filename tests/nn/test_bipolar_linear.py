@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.formats.bipolar import BipolarSpec
+from quantkit.formats.bipolar import BipolarSpec, largest_scale
 from quantkit.formats.planes import pack_codes
 from quantkit.nn.table import LINEARS
 
@@ -19,6 +19,10 @@ SPECS = [
     BipolarSpec(4, 4, act_zero=True, rotate_inputs=True),
     BipolarSpec(4, 8, 64, act_zero=True, rotate_inputs=True),
     BipolarSpec(4, 8, 128, act_zero=True, rotate_inputs=True),
+    BipolarSpec(4, 8, 128, act_zero=True, rotate_inputs=True, scale_bits=8),
+    BipolarSpec(2, 4, scale_bits=8),
+    BipolarSpec(3, 8, 64, scale_bits=8),
+    BipolarSpec(3, 16, 64, scale_bits=8),
 ]
 FLOAT_RTOL = 2e-2  # fp16 outputs of a product of fp16-rounded operands (per group, weight only)
 
@@ -30,6 +34,10 @@ def _tensors(spec: BipolarSpec, device: torch.device) -> dict[str, Tensor]:
         "bit_planes": pack_codes(codes, spec.weight_bits),
         "scales": (torch.rand(ROWS, groups) * 0.01 + 0.01).half(),
     }
+    if spec.coded:
+        most = largest_scale(spec.weight_bits)
+        tensors["scales"] = torch.randint(1, most + 1, (ROWS, groups), dtype=torch.uint8)
+        tensors["scale_factors"] = (torch.rand(ROWS, 1) * 0.01 + 0.01).half() / most
     if spec.act_bits != 16:
         tensors["act_clip"] = torch.tensor([0.8 if spec.act_granularity == "per_token" else 2.0])
     return {name: tensor.to(device) for name, tensor in tensors.items()}

@@ -11,7 +11,6 @@ import torch
 from quantkit.cuda.architectures import Architecture, Kernel
 from quantkit.cuda.device import gpu_of
 from quantkit.ops.bcq.experts import ExpertsKernel
-from quantkit.ops.bipolar.op import BipolarGroupedLinear
 from quantkit.ops.instances import INSTANCES
 from quantkit.ops.registry import OPS, Op
 
@@ -32,10 +31,8 @@ def samples_on(op: Op, device: torch.device) -> Iterator[Any]:
 def is_asked_for(sample: Any, row: Architecture) -> bool:
     """Whether a GPU of this generation gets the sample.
 
-    Its bcq kernels by name, nibbles where it has INT4 products, scales by group where a kernel of integers takes them.
+    Its bcq kernels by name, nibbles where it has INT4 products.
     """
-    if isinstance(sample, BipolarGroupedLinear):
-        return Kernel.BIPOLAR_GROUPED_WGMMA in row.kernels
     named, acts = getattr(sample, "implementation", "auto"), getattr(sample, "act_tiles", None)
     packed = getattr(sample, "packed", False) or (acts is not None and acts.dtype == torch.uint8)
     if named == ExpertsKernel.GEMV:

@@ -46,7 +46,6 @@ WATCHED = (
 # It ends with an error of its own on the product of planes that one in the trellis format begins with.
 NOT_RACECHECKED = (
     "tests/ops/bipolar/test_fused.py",
-    "tests/ops/bipolar/test_grouped.py",
     "tests/ops/bcq/test_gemm_numbers.py",
     "tests/ops/trellis/test_products.py",
 )

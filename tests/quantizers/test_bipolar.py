@@ -10,11 +10,19 @@ import torch
 from quantkit.assets import recipe_names
 from quantkit.errors import RecipeError, StatsError
 from quantkit.formats.base import PackedWeight
+from quantkit.formats.bipolar import largest_scale
 from quantkit.formats.table import FORMATS, dequantize
 from quantkit.methods import check_recipe
 from quantkit.ops.bipolar.op import bipolar_linear
 from quantkit.quantizers.base import LayerInput
-from quantkit.quantizers.bipolar import BipolarSettings, needs_stats, quantize, stored_specs
+from quantkit.quantizers.bipolar import (
+    BipolarSettings,
+    needs_stats,
+    quantize,
+    scale_factors,
+    stored_specs,
+    weight_scales,
+)
 from quantkit.recipe import load_recipe
 from quantkit.stats import LayerStats
 
@@ -49,15 +57,17 @@ def _output_error(layer: LayerInput, packed: PackedWeight) -> float:
         spec.act_granularity == "per_token",
         spec.act_zero,
         spec.rotate_inputs,
+        packed.tensors.get("scale_factors"),
     )
     expected = x @ layer.weight.T
     return ((y - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("granularity", ["per_token", "per_tensor"])
+@pytest.mark.parametrize("scale_bits", [16, 8], ids="s{}".format)
 @pytest.mark.parametrize("group_size", [-1, 32], ids="g{}".format)
-def test_tensors_match_the_format(granularity: str, group_size: int) -> None:
-    settings = BipolarSettings(weight_bits=3, act_bits=4, group_size=group_size, act_granularity=granularity)
+def test_tensors_match_the_format(granularity: str, scale_bits: int, group_size: int) -> None:
+    settings = BipolarSettings(3, 4, group_size, granularity, scale_bits=scale_bits)
     packed = quantize(_layer(), settings)
     declared = FORMATS["bipolar"].tensors(packed.spec, packed.shape)
     assert {n: (t.shape, t.dtype) for n, t in packed.tensors.items()} == {
@@ -80,6 +90,43 @@ def test_search_beats_absmax(bits: int, granularity: str) -> None:
     searched = quantize(layer, BipolarSettings(bits, bits, act_granularity=granularity))
     plain = quantize(layer, BipolarSettings(bits, bits, act_granularity=granularity, search=False))
     assert _output_error(layer, searched) < _output_error(layer, plain)
+
+
+def test_factors_hold_multiples_exactly_and_rows_of_zeros() -> None:
+    scales = torch.tensor([[0.5, 1.0, 4.0, 0.0], [0.0, 0.0, 0.0, 0.0], [2.0**-24, 0.0, 0.0, 0.0]]).half()
+    assert scale_factors(scales, 4).flatten().tolist() == [0.5, 0.0, 2.0**-24]  # codes up to 8
+
+
+@pytest.mark.parametrize("search", [False, True], ids=["nearest", "search"])
+@pytest.mark.parametrize("bits", [2, 4, 6], ids="{}-bit".format)
+def test_scale_codes_are_in_their_range_and_none_is_lost(bits: int, search: bool) -> None:
+    weight = torch.randn(20, 64) * torch.rand(20, 8).repeat_interleave(8, 1)
+    weight[0, 16:24] = 1e-4  # far below what code 1 is
+    weight[1, 8:16], weight[2] = 0.0, 0.0
+    settings = BipolarSettings(bits, 16, 8, search=search, scale_bits=8)
+    stored = weight_scales(weight, None, settings)
+    fp16 = weight_scales(weight, None, replace(settings, scale_bits=16))["scales"]
+    assert torch.equal(stored["scales"] == 0, fp16 == 0)
+    assert stored["scales"].max() <= largest_scale(bits)
+    ratio = fp16.float() / stored["scale_factors"].float().clamp_min(1e-9)
+    off = (stored["scales"] - ratio.clamp(max=largest_scale(bits))).abs()
+    assert off.max() < 1  # one of the two codes around it
+
+
+@pytest.mark.parametrize("gptq", [False, True], ids=["nearest", "gptq"])
+def test_groups_with_scale_codes_lose_less_than_rows(gptq: bool) -> None:
+    """Groups whose magnitudes differ by up to four, of which the least have two or three codes to choose from."""
+    layer = _layer()
+    spread = torch.linspace(0.25, 1.0, 9).repeat_interleave(8)
+    assert layer.stats is not None
+    hessian = layer.stats.sample.T @ layer.stats.sample / len(layer.stats.sample)
+    layer = replace(layer, weight=layer.weight * spread, hessian=hessian)
+    settings = BipolarSettings(4, 8, gptq=gptq)
+    row, fp16, coded = (
+        _output_error(layer, quantize(layer, replace(settings, group_size=g, scale_bits=bits)))
+        for g, bits in ((-1, 16), (8, 16), (8, 8))
+    )
+    assert fp16 < coded < 0.95 * row
 
 
 def test_rotated_inputs_spread_an_outlier() -> None:

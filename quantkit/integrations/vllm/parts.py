@@ -167,6 +167,11 @@ class Part:
             )
         if tensor.is_floating_point() and self.stored is not None and not bool(tensor.isfinite().all()):
             raise CheckpointError(f"{self.name}.{name}: holds NaN or Inf; copy the checkpoint again or quantize again")
+        if not expected.holds(tensor):
+            raise CheckpointError(
+                f"{self.name}.{name}: holds a code above {expected.largest}; copy the checkpoint again or quantize "
+                "again"
+            )
 
 
 def parts_of(
@@ -261,7 +266,8 @@ def _made_up(name: str, size: TensorSpec, indices: Sequence[str], part: Part) ->
         scales = _DUMMY_ROW_SCALES if isinstance(part.spec, TrellisSpec) else _DUMMY_SCALES
         low, high = _DUMMY_RANGES.get(name, scales)
         return torch.empty(size.shape, dtype=size.dtype, device=device).uniform_(low, high, generator=seeded)
-    drawn = torch.randint(0, _RANDOM_BYTES, size.shape, generator=seeded, dtype=torch.uint8, device=device)
+    codes = _RANDOM_BYTES if size.largest is None else size.largest + 1
+    drawn = torch.randint(0, codes, size.shape, generator=seeded, dtype=torch.uint8, device=device)
     return drawn.view(size.dtype)
 
 

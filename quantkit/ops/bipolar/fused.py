@@ -1,6 +1,6 @@
-"""The products that turn weight planes into codes in registers: their instances, layouts for a problem, and launches.
+"""The product that turns weight planes into codes in registers: its instances, layouts for a problem, and launches.
 
-kernels/bipolar/gemm_fused.cuh draws them: with a scale per row of the weight, and with one per row and group.
+kernels/bipolar/gemm_fused.cuh draws it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from quantkit.formats.planes import MAX_BITS
 from quantkit.ops.bipolar.instances import (
     BARRIER_BYTES,
     CONSTANTS,
-    GROUPED_BITS,
     LINE_SETS,
     LINE_STRUCT_BYTES,
     SHARED_ALIGNMENT,
     WGMMA_SHARED_BYTES,
+    codings,
 )
 from quantkit.ops.bipolar.layout import BITS_PER_LINE, BLOCK_ROWS, LINE_BYTES, LINES
 from quantkit.ops.bipolar.product import Product
@@ -39,32 +39,28 @@ _SPLIT_TOKENS = 64  # of an item, up to which there is room for the sums of othe
 _SPLITS = 2  # blocks of a cluster that may share an item
 _CONSTANTS = {**CONSTANTS, "FUSED_STAGE_BYTES": _STAGE_BYTES, "SPLIT_TOKENS": _SPLIT_TOKENS}
 _SOURCE = KernelSource("bipolar/gemm_fused.cu", _CONSTANTS)
-_GROUPED = KernelSource("bipolar/gemm_grouped.cu", _CONSTANTS)
 TOKEN_TILES = (32, 64, 128, 256)
 """Tokens of an item."""
-_GROUPED_TOKENS = 128
 _MANY_TOKENS = 128  # from which stages of x are short
 _MOST_SLOTS, _MOST_STAGES = 8, 4
-_WORD_BYTES, _SCALE_BYTES, _PAIR_BYTES, _PLACE_BYTES, _MAILBOX_BYTES = 4, 2, 8, 8, 8
+_WORD_BYTES, _PLACE_BYTES, _MAILBOX_BYTES = 4, 8, 8
 # What the layouts are compared by, in clocks of a processor: those of a product per column; bytes per clock from L2,
 # and from memory to all of them; what handing sums over through L2 takes at least, and bytes of these per clock; the
-# same where the blocks are of a cluster. With groups also those of a line for a warp: a sum that becomes a float and
-# joins another one, and expanding the line. Rates were fitted to 336 times of layouts in 46 problems on an H100: the
+# same where the blocks are of a cluster. Rates were fitted to 336 times of layouts in 46 problems on an H100: the
 # chosen one took 0.6 % longer than the fastest on average and 5 % at most; with items of 64 rows too, in 28 problems,
 # 0.4 % and 7 %.
 _COLUMN_CLOCKS = 16
 _L2_RATE, _MEMORY_RATE = 25, 2370
 _HANDOVER_CLOCKS, _SUMS_RATE = 6000, 23
 _EXCHANGE_CLOCKS = 800
-_SUM_CLOCKS, _LINE_CLOCKS = 3, 240
 
 
 @dataclass(frozen=True)
 class FusedTile:
     """An instance: weight planes and tokens of an item. warpgroups: which multiply, each 64 rows of W.
 
-    slots: of 64 rows and 1024 columns of planes, at least one more than warpgroups. stages: of x. grouped: whether
-    rows have a scale per group of columns. splits: whether there is room for the sums of another block.
+    slots: of 64 rows and 1024 columns of planes, at least one more than warpgroups. stages: of x. coded: whether
+    there are scale codes. splits: whether there is room for the sums of another block.
     """
 
     weight_bits: int
@@ -72,7 +68,7 @@ class FusedTile:
     warpgroups: int
     slots: int
     stages: int
-    grouped: bool = False
+    coded: bool = False
     splits: bool = False
 
     @property
@@ -92,13 +88,12 @@ class FusedTile:
         """
         planes, x = self.warpgroups * self.slot_bytes, self.tokens * BITS_PER_LINE
         products = _COLUMN_CLOCKS * self.warpgroups * self.tokens
-        sums = LINES * self.warpgroups * (_SUM_CLOCKS * self.tokens // 2 + _LINE_CLOCKS) if self.grouped else 0
-        return max(products, sums, (planes + x) / _L2_RATE, planes * blocks / _MEMORY_RATE)
+        return max(products, (planes + x) / _L2_RATE, planes * blocks / _MEMORY_RATE)
 
     @property
     def slot_bytes(self) -> int:
-        """Planes of 64 rows and 1024 columns, and their scales."""
-        scales = LINES * BLOCK_ROWS * _SCALE_BYTES if self.grouped else 0
+        """Planes of 64 rows and 1024 columns, and their scale codes."""
+        scales = LINES * BLOCK_ROWS if self.coded else 0
         return self.weight_bits * BLOCK_ROWS * LINE_BYTES + scales
 
     @property
@@ -151,7 +146,7 @@ class FusedPlan:
 
 
 def _static_bytes(tile: FusedTile) -> int:
-    lines = LINE_SETS * (tile.rows + tile.tokens) * (_PAIR_BYTES if tile.grouped else LINE_STRUCT_BYTES)
+    lines = LINE_SETS * (tile.rows + tile.tokens) * LINE_STRUCT_BYTES
     return lines + (_MOST_SLOTS + _MOST_STAGES + LINE_SETS) * BARRIER_BYTES + LINE_SETS * _PLACE_BYTES + _MAILBOX_BYTES
 
 
@@ -164,7 +159,7 @@ def _fits(tile: FusedTile) -> bool:
 
 
 @cache
-def fused_tile(weight_bits: int, tokens: int, grouped: bool = False, warpgroups: int = 2) -> FusedTile:
+def fused_tile(weight_bits: int, tokens: int, coded: bool = False, warpgroups: int = 2) -> FusedTile:
     """The instance for a number of planes and one of TOKEN_TILES. warpgroups: 1, or 2 where these find room.
 
     Room for the sums of splits comes before slots beyond one to spare, and these before stages of x beyond two, or
@@ -173,7 +168,7 @@ def fused_tile(weight_bits: int, tokens: int, grouped: bool = False, warpgroups:
     least = 3 if tokens >= _MANY_TOKENS else 2
     splits = (True, False) if tokens <= _SPLIT_TOKENS else (False,)
     for groups, split, first in itertools.product(range(warpgroups, 0, -1), splits, dict.fromkeys((least, 2))):
-        sized = partial(FusedTile, weight_bits, tokens, groups, grouped=grouped, splits=split)
+        sized = partial(FusedTile, weight_bits, tokens, groups, coded=coded, splits=split)
         found = [sized(slots, first) for slots in range(1, _MOST_SLOTS + 1)]
         best = next((tile for tile in reversed(found) if _fits(tile)), None)
         if best is not None and best.slots > groups:
@@ -182,32 +177,25 @@ def fused_tile(weight_bits: int, tokens: int, grouped: bool = False, warpgroups:
     raise AssertionError(f"no room for {weight_bits} planes and {tokens} tokens")
 
 
-def fused_tiles(weight_bits: int, grouped: bool = False) -> list[FusedTile]:
-    """The instances for a number of planes: of few tokens with one warpgroup too, for weights of few rows.
-
-    With groups there are two or three sums of everything, so fewer tokens.
-    """
-    sizes = [tokens for tokens in TOKEN_TILES if not grouped or tokens <= _GROUPED_TOKENS]
-    wide = [fused_tile(weight_bits, tokens, grouped) for tokens in sizes]
-    narrow = [fused_tile(weight_bits, tokens, grouped, 1) for tokens in sizes if tokens <= _SPLIT_TOKENS]
+def fused_tiles(weight_bits: int, coded: bool = False) -> list[FusedTile]:
+    """The instances for a number of planes: of few tokens with one warpgroup too, for weights of few rows."""
+    wide = [fused_tile(weight_bits, tokens, coded) for tokens in TOKEN_TILES]
+    narrow = [fused_tile(weight_bits, tokens, coded, 1) for tokens in TOKEN_TILES if tokens <= _SPLIT_TOKENS]
     return list(dict.fromkeys((*wide, *narrow)))
 
 
 def fused_unit(tile: FusedTile) -> CompileUnit:
     """bipolar_gemm_fused for a tile; its types are arguments of the launch."""
     sizes = (tile.weight_bits, tile.tokens, tile.warpgroups, tile.slots, tile.stages)
-    source, name = (_GROUPED, "bipolarGemmGrouped") if tile.grouped else (_SOURCE, "bipolarGemmFused")
-    return CompileUnit(source, name, sizes, _dynamic_bytes(tile))
+    return CompileUnit(_SOURCE, "bipolarGemmFused", (*sizes, tile.coded), _dynamic_bytes(tile))
 
 
 def fused_units(row: Architecture) -> Iterator[CompileUnit]:
     """Every instance that can be asked for on a GPU generation."""
     if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels:
         for weight_bits in range(1, MAX_BITS + 1):
-            yield from map(fused_unit, fused_tiles(weight_bits))
-    if Kernel.BIPOLAR_GROUPED_WGMMA in row.kernels:
-        for weight_bits in range(1, GROUPED_BITS + 1):
-            yield from map(fused_unit, fused_tiles(weight_bits, grouped=True))
+            for coded in codings(weight_bits):
+                yield from map(fused_unit, fused_tiles(weight_bits, coded))
 
 
 def fused_layouts(tile: FusedTile, shape: tuple[int, int, int], processors: int) -> Iterator[FusedPlan]:
@@ -223,25 +211,26 @@ def fused_layouts(tile: FusedTile, shape: tuple[int, int, int], processors: int)
 
 
 @cache
-def plan_fused(weight_bits: int, shape: tuple[int, int, int], processors: int, grouped: bool = False) -> FusedPlan:
+def plan_fused(weight_bits: int, shape: tuple[int, int, int], processors: int, coded: bool = False) -> FusedPlan:
     """The layout expected to be fastest for shape (M, N, K)."""
-    tiles = fused_tiles(weight_bits, grouped)
+    tiles = fused_tiles(weight_bits, coded)
     return min((plan for tile in tiles for plan in fused_layouts(tile, shape, processors)), key=FusedPlan.clocks)
 
 
 def _plan_of(product: Product, gpu: Gpu) -> FusedPlan:
     m, n = product.y.shape
-    return plan_fused(product.planes[0], (m, n, product.in_features), gpu.processors, product.grouped)
+    return plan_fused(product.planes[0], (m, n, product.in_features), gpu.processors, product.weight.coded)
 
 
-def fused_work(product: Product, gpu: Gpu, plan: FusedPlan | None = None) -> dict[str, Tensor | None]:
-    """The memory by which the blocks of a launch hand over sums, by the names of its parameters."""
+def fused_tensors(product: Product, gpu: Gpu, plan: FusedPlan | None = None) -> dict[str, Tensor | None]:
+    """What the product takes, by the names of its parameters: also memory by which its blocks hand over sums."""
     plan = plan or _plan_of(product, gpu)
-    if not plan.shared_items:
-        return {"partials": None, "ready": None}
-    device = product.y.device
-    partials = torch.empty(plan.partial_words, dtype=torch.int32, device=device)
-    return {"partials": partials, "ready": zero_counts(plan.shared_items, device)}
+    tensors = {**product.tensors_of_planes(), "partials": None, "ready": None}
+    if plan.shared_items:
+        device = product.y.device
+        tensors["partials"] = torch.empty(plan.partial_words, dtype=torch.int32, device=device)
+        tensors["ready"] = zero_counts(plan.shared_items, device)
+    return tensors
 
 
 def fused_launch(
@@ -250,10 +239,7 @@ def fused_launch(
     tensors: Mapping[str, Tensor | None],
     plan: FusedPlan | None = None,
 ) -> Launch:
-    """y on the fused product, of groups or without.
-
-    tensors: those of the product, and its work. plan: another one than the planned.
-    """
+    """y on the fused product. tensors: of fused_tensors. plan: another one than the planned."""
     plan = plan or _plan_of(product, gpu)
     return Launch(
         fused_unit(plan.tile),
@@ -261,8 +247,8 @@ def fused_launch(
         grid=(plan.blocks,),
         block=plan.tile.threads,
         args={
-            **product.args(),
             **tensors,
+            **product.sizes(),
             **product.limits(),
             "zero": int(product.zero),
             "dtype": DTYPE_CODES[product.y.dtype],

@@ -9,9 +9,11 @@ from itertools import product
 from quantkit.cuda.architectures import WARP_THREADS, WARPGROUP_THREADS, Architecture, Kernel, architecture
 from quantkit.cuda.compile import CompileUnit
 from quantkit.cuda.source import KernelSource
+from quantkit.formats.bipolar import MOST_CODED_BITS
 from quantkit.formats.hadamard import SIGN_CONSTANTS
 from quantkit.formats.planes import MAX_BITS
 from quantkit.ops.bipolar.layout import BLOCK_ROWS, CHUNK_BYTES, LINE_BYTES, ORDER_ROWS
+from quantkit.ops.bipolar.product import CODED_LIMIT
 from quantkit.ops.constants import SHARED_CONSTANTS
 
 BINARY_LIMIT = 8
@@ -22,12 +24,6 @@ GEMV_PAIRS, GEMV_ROWS = 8, 16
 
 GEMV_GROUPS = (1, 2, 4)
 """Products of so many pairs that a block of bipolar_gemv keeps."""
-
-GROUPED_BITS = 7
-"""Weight bits, at most, of groups: a signed value of eight takes nine."""
-
-GROUPED_GEMV_GROUPS = 2
-"""Of GEMV_GROUPS, the most that bipolar_gemv_grouped is made for."""
 
 _GEMV_WARPS, _MMA_WARPS, _EXPAND_WARPS = 8, 8, 8
 GEMV_THREADS, MMA_THREADS, EXPAND_THREADS = (n * WARP_THREADS for n in (_GEMV_WARPS, _MMA_WARPS, _EXPAND_WARPS))
@@ -71,11 +67,11 @@ CONSTANTS = {
     "MMA_WARPS": _MMA_WARPS,
     "EXPAND_WARPS": _EXPAND_WARPS,
     "QUANTIZE_WARPS": QUANTIZE_WARPS,
+    "CODED_LIMIT": CODED_LIMIT,
 }
 _WGMMA = KernelSource("bipolar/gemm_wgmma.cu", CONSTANTS)
 _MMA = KernelSource("bipolar/gemm_mma.cu", CONSTANTS)
 _GEMV = KernelSource("bipolar/gemv.cu", CONSTANTS)
-_GEMV_GROUPED = KernelSource("bipolar/gemv_grouped.cu", CONSTANTS)
 _QUANTIZE = KernelSource("bipolar/quantize.cu", CONSTANTS)
 _QUANTIZE_ROTATED = KernelSource("bipolar/quantize_rotated.cu", {**CONSTANTS, **SIGN_CONSTANTS})
 _EXPAND = KernelSource("bipolar/expand.cu", CONSTANTS)
@@ -170,14 +166,10 @@ def mma_unit(planes_w: int, planes_x: int, as_bytes: bool, zero: bool = False) -
     return CompileUnit(_MMA, "bipolarGemmMma", (int(as_bytes), planes_w, planes_x, stages, zero), stages * stage_bytes)
 
 
-def gemv_unit(weight_bits: int, groups: int, zero: bool = False) -> CompileUnit:
-    """bipolar_gemv for one number of weight planes and one of GEMV_GROUPS."""
-    return CompileUnit(_GEMV, "bipolarGemv", (weight_bits, groups, zero))
-
-
-def gemv_grouped_unit(weight_bits: int, groups: int) -> CompileUnit:
-    """bipolar_gemv_grouped for one number of weight planes and one of GEMV_GROUPS."""
-    return CompileUnit(_GEMV_GROUPED, "bipolarGemvGrouped", (weight_bits, groups))
+def gemv_unit(weight_bits: int, groups: int, zero: bool = False, coded: bool = False) -> CompileUnit:
+    """bipolar_gemv for one number of weight planes and one of GEMV_GROUPS. zero: with zero points. coded: with scale
+    codes."""
+    return CompileUnit(_GEMV, "bipolarGemv", (weight_bits, groups, zero, coded))
 
 
 def quantize_unit(planes: int, dtype: int, zero: bool = False) -> CompileUnit:
@@ -190,9 +182,14 @@ def quantize_rotated_unit(planes: int, dtype: int) -> CompileUnit:
     return CompileUnit(_QUANTIZE_ROTATED, "bipolarQuantizeRotated", (planes, dtype))
 
 
-def expand_unit(weight_bits: int) -> CompileUnit:
-    """bipolar_expand for one number of planes."""
-    return CompileUnit(_EXPAND, "bipolarExpand", (weight_bits,))
+def expand_unit(weight_bits: int, coded: bool = False) -> CompileUnit:
+    """bipolar_expand for one number of planes. coded: with scale codes."""
+    return CompileUnit(_EXPAND, "bipolarExpand", (weight_bits, coded))
+
+
+def codings(weight_bits: int) -> tuple[bool, ...]:
+    """Whether a weight has scale codes: what kernels of planes are made for."""
+    return (False, True) if weight_bits <= MOST_CODED_BITS else (False,)
 
 
 def binary_pairs() -> list[tuple[int, int]]:
@@ -207,14 +204,10 @@ def bipolar_units(row: Architecture) -> Iterator[CompileUnit]:
         yield from (quantize_unit(planes, dtype, zero) for planes in range(MAX_BITS + 1) for zero in (False, True))
         yield from (quantize_rotated_unit(planes, dtype) for planes in range(MAX_BITS + 1))
     for weight_bits in range(1, MAX_BITS + 1):
-        yield expand_unit(weight_bits)
+        yield from (expand_unit(weight_bits, coded) for coded in codings(weight_bits))
         if Kernel.BIPOLAR_GEMV in row.kernels:
-            yield from (gemv_unit(weight_bits, groups, zero) for groups in GEMV_GROUPS for zero in (False, True))
-    if Kernel.BIPOLAR_GROUPED_GEMV in row.kernels:
-        for weight_bits in range(1, GROUPED_BITS + 1):
-            yield from (
-                gemv_grouped_unit(weight_bits, groups) for groups in GEMV_GROUPS if groups <= GROUPED_GEMV_GROUPS
-            )
+            for case in product(GEMV_GROUPS, (False, True), codings(weight_bits)):
+                yield gemv_unit(weight_bits, *case)
     binary = [(p, q, False) for p, q in binary_pairs()]
     for kernel, operands in (
         (Kernel.BIPOLAR_BINARY_WGMMA, binary),

@@ -14,19 +14,17 @@ from quantkit.cuda.launch import DTYPE_CODES, FixedLaunches, Launch
 from quantkit.cuda.parameters import Argument
 from quantkit.formats.bipolar import ActCoding, largest_value
 from quantkit.formats.hadamard import block_width, inverse_root
-from quantkit.ops.bipolar.fused import fused_launch, fused_work
+from quantkit.ops.bipolar.fused import fused_launch, fused_tensors
 from quantkit.ops.bipolar.instances import (
     EXPAND_THREADS,
     GEMV_GROUPS,
     GEMV_PAIRS,
     GEMV_ROWS,
     GEMV_THREADS,
-    GROUPED_GEMV_GROUPS,
     MMA_THREADS,
     QUANTIZE_WARPS,
     WgmmaTile,
     expand_unit,
-    gemv_grouped_unit,
     gemv_unit,
     mma_unit,
     quantize_rotated_unit,
@@ -39,10 +37,9 @@ from quantkit.ops.bipolar.plan import (
     INT8_KERNELS,
     WGMMA_KERNELS,
     best_tile,
-    grouped_kernel_for,
     kernel_for,
 )
-from quantkit.ops.bipolar.product import Activations, GroupedWeight, Product, Weight
+from quantkit.ops.bipolar.product import Activations, Product, Weight
 
 _fixed = FixedLaunches()
 
@@ -90,47 +87,35 @@ def quantize_launch(tensors: Mapping[str, Tensor], coding: ActCoding, *, as_byte
     )
 
 
-def expand(tiles: Tensor, in_features: int) -> Tensor:
-    """Weight planes in tile order to one byte per code in tile order."""
+def expand(weight: Weight, in_features: int) -> Weight:
+    """A weight in planes to the same with one byte per code, or per scale code times value."""
+    tiles, coded = weight.tiles, weight.coded
     blocks, k_tiles, bits = tiles.shape[:3]
     shape = (blocks, -(-in_features // LINE_BYTES), 1, BLOCK_ROWS, LINE_BYTES)
     codes = torch.empty(shape, dtype=torch.uint8, device=tiles.device)
-
-    tensors = {"tiles": tiles, "codes": codes}
+    tensors = {"tiles": tiles, "scaleTiles": weight.scale_tiles, "codes": codes}
 
     def launch() -> Launch:
         args: dict[str, Argument] = {**tensors, "K": in_features}
-        return Launch(expand_unit(bits), tiles.device, grid=(k_tiles, blocks), block=EXPAND_THREADS, args=args)
+        unit = expand_unit(bits, coded)
+        return Launch(unit, tiles.device, grid=(k_tiles, blocks), block=EXPAND_THREADS, args=args)
 
-    _fixed.run(("expand", tiles.shape, in_features), launch, tiles.device, tensors)
-    return codes
+    _fixed.run(("expand", tiles.shape, coded, in_features), launch, tiles.device, tensors)
+    return replace(weight, tiles=codes)
 
 
 def gemv_launch(product: Product) -> Launch:
     """y from planes of both operands, for few tokens."""
-    act_bits = product.bits[0]
-    groups = _gemv_groups(product.y.shape[0] * act_bits)
-    unit = gemv_unit(product.planes[0], groups, product.zero)
-    args = {**product.args(), "actBits": act_bits, "dtype": DTYPE_CODES[product.y.dtype]}
-    return Launch(unit, product.y.device, grid=_gemv_grid(product.y, groups, act_bits), block=GEMV_THREADS, args=args)
-
-
-def gemv_grouped_launch(product: Product) -> Launch:
-    """The same with scales by group."""
-    act_bits = product.bits[0]
-    groups = min(_gemv_groups(product.y.shape[0] * act_bits), GROUPED_GEMV_GROUPS)
-    unit, types = gemv_grouped_unit(product.planes[0], groups), {"dtype": DTYPE_CODES[product.y.dtype]}
-    args = {**product.args(), "actBits": act_bits, "zero": int(product.zero), **types}
-    return Launch(unit, product.y.device, grid=_gemv_grid(product.y, groups, act_bits), block=GEMV_THREADS, args=args)
-
-
-def _gemv_groups(pairs: int) -> int:
-    return next((groups for groups in GEMV_GROUPS if pairs <= groups * GEMV_PAIRS), GEMV_GROUPS[-1])
-
-
-def _gemv_grid(y: Tensor, groups: int, act_bits: int) -> tuple[int, int]:
-    m, n = y.shape
-    return -(-n // ORDER_ROWS) * (ORDER_ROWS // GEMV_ROWS), -(-m // (groups * GEMV_PAIRS // act_bits))
+    (m, n), act_bits = product.y.shape, product.bits[0]
+    groups = next((count for count in GEMV_GROUPS if m * act_bits <= count * GEMV_PAIRS), GEMV_GROUPS[-1])
+    types = {"actBits": act_bits, "dtype": DTYPE_CODES[product.y.dtype]}
+    return Launch(
+        gemv_unit(product.planes[0], groups, product.zero, product.weight.coded),
+        product.y.device,
+        grid=(-(-n // ORDER_ROWS) * (ORDER_ROWS // GEMV_ROWS), -(-m // (groups * GEMV_PAIRS // act_bits))),
+        block=GEMV_THREADS,
+        args={**product.tensors_of_planes(), **product.sizes(), **types},
+    )
 
 
 def mma_launch(product: Product, *, as_bytes: bool) -> Launch:
@@ -141,20 +126,21 @@ def mma_launch(product: Product, *, as_bytes: bool) -> Launch:
         product.y.device,
         grid=(-(-n // BLOCK_ROWS), -(-m // BLOCK_ROWS)),
         block=MMA_THREADS,
-        args={**product.args(), **product.limits(), "dtype": DTYPE_CODES[product.y.dtype]},
+        args={**product.tensors(), **product.sizes(), **product.limits(), "dtype": DTYPE_CODES[product.y.dtype]},
     )
 
 
 def wgmma_launch(product: Product, tile: WgmmaTile, processors: int) -> Launch:
     """y on products of warpgroups with the given tile."""
     along_a, along_b = tile.count(*product.y.shape)
-    counts = {"tilesA": along_a, "tilesB": along_b, "tiles": along_a * along_b}
+    k_tiles = product.weight.tiles.shape[1]
+    counts = {"kTiles": k_tiles, "tilesA": along_a, "tilesB": along_b, "tiles": along_a * along_b}
     return Launch(
         wgmma_unit(tile, DTYPE_CODES[product.y.dtype], product.zero),
         product.y.device,
         grid=(min(along_a * along_b, processors),),
         block=tile.threads,
-        args={**product.args(), **product.limits(), "kTiles": product.weight.tiles.shape[1], **counts},
+        args={**product.tensors(), **product.sizes(), **product.limits(), **counts},
         overlap=True,
     )
 
@@ -171,43 +157,24 @@ def multiply(
     if not m:
         return y
     gpu = gpu_of(x.device)
-    kernel = kernel_for(weight_bits, coding.bits, (m, k), gpu.architecture, act_zero=coding.zero)
+    kernel = kernel_for(weight_bits, coding.bits, (m, k), gpu.architecture, act_zero=coding.zero, coded=weight.coded)
     acts = quantize_tiles(x.contiguous(), act_clip, coding, as_bytes=kernel in BYTE_KERNELS)
-    operand = replace(weight, tiles=expand(weight.tiles, k)) if kernel in INT8_KERNELS else weight
+    operand = expand(weight, k) if kernel in INT8_KERNELS else weight
     product = Product(acts, operand, bias, y, k, (coding.bits, weight_bits), coding.zero, weights_ready)
     run_product(product, kernel, gpu)
     return y
 
 
-def multiply_grouped(
-    x: Tensor, act_clip: Tensor, weight: GroupedWeight, *, bias: Tensor | None, coding: ActCoding
-) -> Tensor:
-    """y [M, N] of x [M, K] and a prepared weight with scales by group, which nothing queued on x's GPU still writes."""
-    m, k = x.shape
-    y = torch.empty(m, weight.offsets.shape[0], dtype=x.dtype, device=x.device)
-    if not m:
-        return y
-    gpu, few = gpu_of(x.device), grouped_kernel_for(coding.bits, m) is Kernel.BIPOLAR_GROUPED_GEMV
-    acts = quantize_tiles(x.contiguous(), act_clip, coding, as_bytes=not few)
-    bits = coding.bits, weight.tiles.shape[2]
-    product = Product(acts, weight, bias, y, k, bits, coding.zero, weights_ready=True)
-    tensors = product.tensors() | ({} if few else fused_work(product, gpu))
-    key = ("grouped", y.dtype, y.shape, k, bits, coding.zero)
-
-    def launch() -> Launch:
-        return gemv_grouped_launch(product) if few else fused_launch(product, gpu, tensors)
-
-    _fixed.run(key, launch, y.device, tensors)
-    return y
-
-
 def run_product(product: Product, kernel: Kernel, gpu: Gpu) -> None:
     """Queue the named kernel."""
-    y, tensors = product.y, product.tensors()
+    y = product.y
     if kernel is Kernel.BIPOLAR_FUSED_WGMMA:
-        tensors |= fused_work(product, gpu)
-    key = (kernel, y.dtype, y.shape, product.in_features, product.planes, product.bits, product.zero)
-    _fixed.run((*key, product.weights_ready), lambda: product_launch(product, kernel, gpu, tensors), y.device, tensors)
+        tensors = fused_tensors(product, gpu)
+    else:
+        tensors = product.tensors_of_planes() if kernel is Kernel.BIPOLAR_GEMV else product.tensors()
+    coding = product.bits, product.zero, product.weight.coded
+    key = (kernel, y.dtype, y.shape, product.in_features, product.planes, *coding, product.weights_ready)
+    _fixed.run(key, lambda: product_launch(product, kernel, gpu, tensors), y.device, tensors)
 
 
 def product_launch(product: Product, kernel: Kernel, gpu: Gpu, tensors: Mapping[str, Tensor | None]) -> Launch:

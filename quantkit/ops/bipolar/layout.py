@@ -58,13 +58,12 @@ def untile_weight(tiles: Tensor, count: int, width: int) -> Tensor:
 
 
 def tile_scales(scales: Tensor, group_size: int, in_features: int) -> Tensor:
-    """Scales by group, a multiple of 128 columns, to one per line of a weight in tile order.
+    """Scale codes by group, a multiple of 128 columns or the whole row, to one per line of a weight in tile order.
 
     scales: [N, G]. Returns [blocks of 64 rows, k tiles of 1024 columns, 8 lines, 64], zeros behind the last row.
     Of 16 rows of a tile, 8 and 8 take turns: a lane of the kernel reads those of its two rows at once.
     """
-    assert group_size % LINE_BYTES == 0
-    lines = scales.repeat_interleave(group_size // LINE_BYTES, dim=1)[:, : -(-in_features // LINE_BYTES)]
+    lines = scales.repeat_interleave(_lines(group_size), dim=1)[:, : _lines(in_features)]
     padded = pad(lines, (0, -lines.shape[1] % LINES, 0, -len(lines) % BLOCK_ROWS))
     split = _reorder(padded[None])[0].unflatten(0, (-1, *_PAIRED)).unflatten(-1, (-1, LINES))
     return split.permute(0, 4, 5, 1, 3, 2).flatten(3).contiguous()  # block, k tile, line, 16 rows, of 8, half
@@ -76,7 +75,7 @@ def untile_scales(tiles: Tensor, count: int, group_size: int, in_features: int) 
     sixteens, halves, eight = _PAIRED
     split = tiles.unflatten(3, (sixteens, eight, halves)).permute(0, 3, 5, 4, 1, 2)
     lines = _reorder(split.reshape(1, blocks * BLOCK_ROWS, k_tiles * LINES))[0]
-    return lines[:count, : -(-in_features // LINE_BYTES) : group_size // LINE_BYTES].contiguous()
+    return lines[:count, : _lines(in_features) : _lines(group_size)].contiguous()
 
 
 def plane_row_sums(bit_planes: Tensor, in_features: int) -> Tensor:
@@ -94,6 +93,10 @@ def plane_group_sums(bit_planes: Tensor, in_features: int, width: int) -> Tensor
         ones = pad(counts.to(plane.device)[plane.int()], (0, -plane.shape[1] % (width // BITS_PER_BYTE)))
         sums += ones.unflatten(1, (groups, -1)).sum(dim=2, dtype=torch.int32) << i
     return sums
+
+
+def _lines(columns: int) -> int:
+    return -(-columns // LINE_BYTES)
 
 
 def _reorder(lines: Tensor) -> Tensor:

@@ -16,23 +16,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from quantkit.formats.bcq import ROW_WISE, group_width
+from quantkit.formats.bcq import ROW_WISE, group_count, group_width
 from quantkit.formats.bipolar import (
     FLOAT_ACT_BITS,
+    LARGEST_BYTE,
     ActCoding,
     act_values,
     codes_to_values,
+    decoded_scales,
     dequantize_bipolar,
     largest_act,
+    largest_scale,
     largest_value,
 )
 from quantkit.formats.hadamard import NARROWEST_BLOCK
 from quantkit.formats.planes import pack_codes, packed_width, unpack_codes
 from quantkit.ops.bcq.op import bcq_linear
-from quantkit.ops.bipolar.grouped import grouped_weight
-from quantkit.ops.bipolar.launch import multiply, multiply_grouped
-from quantkit.ops.bipolar.layout import LINE_BYTES, plane_row_sums, tile_weight, untile_scales, untile_weight
-from quantkit.ops.bipolar.product import GroupedWeight, Weight
+from quantkit.ops.bipolar.launch import multiply
+from quantkit.ops.bipolar.layout import LINE_BYTES, untile_scales, untile_weight
+from quantkit.ops.bipolar.product import Weight
+from quantkit.ops.bipolar.weight import takes_tiles, tiled_weight
 from quantkit.ops.registry import define_op
 
 _FLOAT32_EXACT = 1 << 24  # integers up to here are exact in fp32, so a product whose partial sums stay below is too
@@ -90,6 +93,7 @@ class BipolarLinear(NamedTuple):
 
     bit_planes: [bits, N, ceil(K/8)] uint8. scales: [N, G] fp16. act_clip: [1], or None with act_bits 16. bias: [N].
     act_zero: each token has a zero point. rotate_inputs: the planes are of W Q, x is multiplied by Q (hadamard.py).
+    scale_factors: [N, 1] fp16, in which scales, [N, G] uint8, count; or None.
     """
 
     x: Tensor
@@ -102,12 +106,13 @@ class BipolarLinear(NamedTuple):
     per_token: bool
     act_zero: bool = False
     rotate_inputs: bool = False
+    scale_factors: Tensor | None = None
 
 
 class BipolarPreparedLinear(NamedTuple):
-    """BipolarLinear with one scale per output feature, of a weight in tile order (layout.py).
+    """BipolarLinear of a weight in tile order (layout.py), with one scale per output feature or scale codes.
 
-    tiles: see layout.tile_weight. row_sums: [N] int32, of codes. scales: [N, 1] fp16.
+    tiles: see layout.tile_weight. row_sums: [N] int32. scales: [N, 1] fp16. scale_tiles: of a Weight, or None.
     """
 
     x: Tensor
@@ -120,113 +125,96 @@ class BipolarPreparedLinear(NamedTuple):
     per_token: bool
     act_zero: bool = False
     rotate_inputs: bool = False
-
-
-class BipolarGroupedLinear(NamedTuple):
-    """BipolarPreparedLinear of a weight with scales by group. tiles, scale_tiles, offsets: of a GroupedWeight."""
-
-    x: Tensor
-    tiles: Tensor
-    scale_tiles: Tensor
-    offsets: Tensor
-    act_clip: Tensor
-    bias: Tensor | None
-    act_bits: int
-    per_token: bool
-    act_zero: bool = False
-    rotate_inputs: bool = False
+    scale_tiles: Tensor | None = None
 
 
 def bipolar_linear_reference(op: BipolarLinear) -> Tensor:
     """Quantize x, multiply the integers exactly, scale in fp32, add the bias in x's dtype, round once to x's dtype."""
     x, (in_features, weight_bits) = op.x, (op.x.shape[-1], op.bit_planes.shape[0])
     if op.act_clip is None or op.act_bits == FLOAT_ACT_BITS:
-        weight = dequantize_bipolar(op.bit_planes, op.scales, in_features, op.group_size)
+        scales = decoded_scales(op.scales, op.scale_factors)
+        weight = dequantize_bipolar(op.bit_planes, scales, in_features, op.group_size)
         return linear(x, weight.to(x.dtype), None if op.bias is None else op.bias.to(x.dtype))
     x_values, step = act_values(x.reshape(-1, in_features), op.act_clip, _coding(op))
     w_values = codes_to_values(unpack_codes(op.bit_planes, in_features), weight_bits)
-    bound = largest_act(op.act_bits, op.act_zero) * largest_value(weight_bits)
-    width = group_width(op.group_size, in_features)
+    scales, width, largest = op.scales, group_width(op.group_size, in_features), largest_value(weight_bits)
+    if op.scale_factors is not None:
+        w_values = w_values * scales.repeat_interleave(width, dim=1)[:, :in_features]
+        scales, width, largest = op.scale_factors, in_features, LARGEST_BYTE
+    bound = largest_act(op.act_bits, op.act_zero) * largest
     y = torch.zeros(x_values.shape[0], w_values.shape[0], dtype=torch.float32, device=x.device)
     for group, start in enumerate(range(0, in_features, width)):
         part = slice(start, start + width)
-        y += integer_product(x_values[:, part], w_values[:, part], bound).float() * (step * op.scales[:, group].float())
+        y += integer_product(x_values[:, part], w_values[:, part], bound).float() * (step * scales[:, group].float())
     if op.bias is not None:
         y += op.bias.to(x.dtype).float()
     return y.to(x.dtype).reshape(*x.shape[:-1], -1)
 
 
-def _coding(op: BipolarLinear | BipolarPreparedLinear | BipolarGroupedLinear) -> ActCoding:
+def _coding(op: BipolarLinear | BipolarPreparedLinear) -> ActCoding:
     return ActCoding(op.act_bits, op.per_token, op.act_zero, op.rotate_inputs)
 
 
 def bipolar_prepared_linear_reference(op: BipolarPreparedLinear) -> Tensor:
     """bipolar_linear_reference of the weight that the tiles were made from."""
-    bit_planes = untile_weight(op.tiles, op.row_sums.shape[0], packed_width(op.x.shape[-1]))
+    out_features, in_features = op.row_sums.shape[0], op.x.shape[-1]
+    scales, factors, group_size = op.scales, None, ROW_WISE
+    if op.scale_tiles is not None:
+        scales = untile_scales(op.scale_tiles, out_features, LINE_BYTES, in_features)
+        factors, group_size = op.scales, LINE_BYTES
     plain = BipolarLinear(
         op.x,
-        bit_planes,
-        op.scales,
+        untile_weight(op.tiles, out_features, packed_width(in_features)),
+        scales,
         op.act_clip,
         op.bias,
         op.act_bits,
-        ROW_WISE,
+        group_size,
         op.per_token,
         op.act_zero,
         op.rotate_inputs,
+        factors,
     )
     return bipolar_linear_reference(plain)
 
 
-def bipolar_grouped_linear_reference(op: BipolarGroupedLinear) -> Tensor:
-    """bipolar_linear_reference of the weight that the tiles were made from, line by line."""
-    out_features, in_features = op.offsets.shape[0], op.x.shape[-1]
-    planes = untile_weight(op.tiles, out_features, packed_width(in_features))
-    scales = untile_scales(op.scale_tiles, out_features, LINE_BYTES, in_features)
-    rest = op.act_bits, LINE_BYTES, op.per_token, op.act_zero, op.rotate_inputs
-    return bipolar_linear_reference(BipolarLinear(op.x, planes, scales, op.act_clip, op.bias, *rest))
-
-
 def _prepared_linear_cuda(op: BipolarPreparedLinear, *, weights_ready: bool = True) -> Tensor:
     x = op.x.reshape(-1, op.x.shape[-1])
-    weight, bias = Weight(op.tiles, op.row_sums, op.scales), None if op.bias is None else op.bias.to(x.dtype)
+    weight = Weight(op.tiles, op.row_sums, op.scales, op.scale_tiles)
+    bias = None if op.bias is None else op.bias.to(x.dtype)
     y = multiply(x, op.act_clip, weight, bias=bias, coding=_coding(op), weights_ready=weights_ready)
-    return y.reshape(*op.x.shape[:-1], -1)
-
-
-def _grouped_linear_cuda(op: BipolarGroupedLinear) -> Tensor:
-    x = op.x.reshape(-1, op.x.shape[-1])
-    weight, bias = GroupedWeight(op.tiles, op.scale_tiles, op.offsets), None if op.bias is None else op.bias.to(x.dtype)
-    y = multiply_grouped(x, op.act_clip, weight, bias=bias, coding=_coding(op))
     return y.reshape(*op.x.shape[:-1], -1)
 
 
 def _linear_cuda(op: BipolarLinear) -> Tensor:
     """Canonical tensors on a GPU: tiled anew at each call; a model is prepared once when it is loaded.
 
-    Per-group and weight-only weights are binary-coded weights with scales s 2**i, so the bcq kernels multiply them;
+    Other weights, weight-only or per group, are binary-coded ones with scales s 2**i, so the bcq kernels multiply them;
     activations are then rounded to their codes first and the product is in x's dtype.
     """
-    in_features, scales = op.x.shape[-1], op.scales
-    if op.act_clip is not None and group_width(op.group_size, in_features) == in_features:
+    in_features, coded = op.x.shape[-1], op.scale_factors is not None
+    if op.act_clip is not None and takes_tiles(op.act_bits, op.group_size, in_features, coded=coded):
         return _prepared_linear_cuda(_prepared(op, op.act_clip), weights_ready=False)
     rounded = op.x if op.act_clip is None else round_activations(op, op.act_clip)
-    return bcq_linear(rounded, op.bit_planes, bcq_scales(scales, op.bit_planes.shape[0]), None, op.bias, op.group_size)
+    scales = bcq_scales(op.scales, op.bit_planes.shape[0])
+    return bcq_linear(rounded, op.bit_planes, scales, None, op.bias, op.group_size, op.scale_factors)
 
 
 def _prepared(op: BipolarLinear, act_clip: Tensor) -> BipolarPreparedLinear:
     """The same of the weight in tile order."""
+    weight = tiled_weight(op.bit_planes, op.scales, op.scale_factors, op.group_size, op.x.shape[-1])
     return BipolarPreparedLinear(
         op.x,
-        tile_weight(op.bit_planes),
-        plane_row_sums(op.bit_planes, op.x.shape[-1]),
-        op.scales,
+        weight.tiles,
+        weight.row_sums,
+        weight.scales,
         act_clip,
         op.bias,
         op.act_bits,
         op.per_token,
         op.act_zero,
         op.rotate_inputs,
+        weight.scale_tiles,
     )
 
 
@@ -237,7 +225,8 @@ def round_activations(op: BipolarLinear, act_clip: Tensor) -> Tensor:
 
 
 def bcq_scales(scales: Tensor, weight_bits: int) -> Tensor:
-    """Scales of the same weight in the bcq format: [N, G] -> [bits, N, G], plane i weighing 2**i (exact in fp16)."""
+    """Scales of the same weight in the bcq format: [N, G] -> [bits, N, G], plane i weighing 2**i (exact in fp16; codes
+    stay below 256)."""
     powers = torch.exp2(torch.arange(weight_bits, device=scales.device)).to(scales.dtype)  # no copy: graphs hold it
     return powers[:, None, None] * scales
 
@@ -245,8 +234,7 @@ def bcq_scales(scales: Tensor, weight_bits: int) -> Tensor:
 _SAMPLE_SHAPES = ((1, 5, 40), (7, 65, 1030), (70, 130, 264))  # M, N, K: few tokens for the GEMV, and many
 _SAMPLE_GROUP = 64
 _SAMPLE_BITS = ((1, 2), (3, 4), (4, 8))  # of weight and activations: binary products, INT8 products
-_GROUPED_SHAPES = ((1, 5, 264), (7, 65, 1160), (70, 130, 2048))  # few tokens for the GEMV, and many
-_GROUPED_BITS = ((1, 2), (4, 8), (7, 8))
+_CODED_BITS = ((1, 2), (4, 8), (6, 8))  # with scale codes
 _SAMPLE_EXPANDED = ((257, 70, 264), (8, 8))  # many tokens of many planes, which are expanded in memory on any GPU
 
 
@@ -268,27 +256,40 @@ def _linear_samples() -> Iterator[BipolarLinear]:
         by_group = row_wise._replace(x=x.half(), scales=grouped, bias=None, group_size=_SAMPLE_GROUP)
         yield by_group
         yield by_group._replace(act_clip=None, bias=bias.half(), act_bits=FLOAT_ACT_BITS)
+    for (tokens, out_features, in_features), bits in product(_SAMPLE_SHAPES, _CODED_BITS):
+        yield from _coded_samples(tokens, out_features, in_features, *bits)
+
+
+def _coded_samples(
+    tokens: int, out_features: int, in_features: int, weight_bits: int, act_bits: int
+) -> Iterator[BipolarLinear]:
+    codes = torch.randint(0, 1 << weight_bits, (out_features, in_features), dtype=torch.uint8)
+    for group_size in (LINE_BYTES, ROW_WISE, _SAMPLE_GROUP):
+        by_group = out_features, group_count(group_size, in_features)
+        coded = BipolarLinear(
+            torch.randn(tokens, in_features),
+            pack_codes(codes, weight_bits),
+            torch.randint(1, largest_scale(weight_bits) + 1, by_group, dtype=torch.uint8),
+            torch.tensor([0.7]),
+            torch.randn(out_features),
+            act_bits,
+            group_size,
+            True,
+            scale_factors=(torch.rand(out_features, 1) * 1e-3 + 1e-4).half(),
+        )
+        yield coded
+        yield coded._replace(x=coded.x.half(), bias=None, per_token=False)
+        yield coded._replace(act_zero=True)
+        if in_features % NARROWEST_BLOCK == 0:
+            yield coded._replace(x=coded.x.bfloat16(), act_zero=True, rotate_inputs=True)
+        yield coded._replace(x=coded.x.half(), act_clip=None, act_bits=FLOAT_ACT_BITS)
 
 
 def _prepared_linear_samples() -> Iterator[BipolarPreparedLinear]:
     for op in _linear_samples():
-        if op.act_clip is not None and op.group_size == ROW_WISE:
+        coded = op.scale_factors is not None
+        if op.act_clip is not None and takes_tiles(op.act_bits, op.group_size, op.x.shape[-1], coded=coded):
             yield _prepared(op, op.act_clip)
-
-
-def _grouped_linear_samples() -> Iterator[BipolarGroupedLinear]:
-    for (tokens, out_features, in_features), (weight_bits, act_bits) in zip(
-        _GROUPED_SHAPES, _GROUPED_BITS, strict=True
-    ):
-        codes = torch.randint(0, 1 << weight_bits, (out_features, in_features), dtype=torch.uint8)
-        scales = (torch.rand(out_features, -(-in_features // LINE_BYTES)) * 0.01 + 0.001).half()
-        weight = grouped_weight(pack_codes(codes, weight_bits), scales, LINE_BYTES, in_features)
-        x, clip, bias = torch.randn(tokens, in_features), torch.tensor([0.7]), torch.randn(out_features)
-        tensors = weight.tiles, weight.scale_tiles, weight.offsets
-        plain = BipolarGroupedLinear(x, *tensors, clip, bias, act_bits, True)
-        yield plain
-        yield plain._replace(x=x.half(), bias=None, per_token=False)
-        yield plain._replace(x=x.bfloat16(), act_zero=True, rotate_inputs=True)
 
 
 bipolar_linear = define_op(
@@ -306,12 +307,4 @@ bipolar_prepared_linear = define_op(
     cuda=_prepared_linear_cuda,
     fake=lambda op: op.x.new_empty(*op.x.shape[:-1], op.row_sums.shape[0]),
     samples=_prepared_linear_samples,
-)
-bipolar_grouped_linear = define_op(
-    "bipolar_grouped_linear",
-    BipolarGroupedLinear,
-    reference=bipolar_grouped_linear_reference,
-    cuda=_grouped_linear_cuda,
-    fake=lambda op: op.x.new_empty(*op.x.shape[:-1], op.offsets.shape[0]),
-    samples=_grouped_linear_samples,
 )

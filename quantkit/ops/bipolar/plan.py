@@ -8,13 +8,10 @@ from itertools import pairwise
 from math import prod
 
 from quantkit.cuda.architectures import Architecture, Kernel
-from quantkit.formats.bipolar import largest_act, largest_value
+from quantkit.formats.bipolar import MOST_CODED_BITS, largest_act, largest_value
 from quantkit.formats.planes import MAX_BITS
 from quantkit.ops.bipolar.instances import (
     BINARY_LIMIT,
-    GEMV_PAIRS,
-    GROUPED_BITS,
-    GROUPED_GEMV_GROUPS,
     WgmmaTile,
     wgmma_tiles,
 )
@@ -22,8 +19,8 @@ from quantkit.ops.bipolar.layout import LINE_BYTES
 
 GEMV_LIMIT = 64
 """(token, plane) pairs up to which the GEMV kernel, which reads the weights once, is taken."""
-GEMV_LIMIT_BEFORE_FUSED = 16
-"""The same where the fused product follows, which reads them once as well."""
+GEMV_LIMIT_BEFORE_FUSED, CODED_GEMV_LIMIT_BEFORE_FUSED = 16, 8
+"""The same where the fused product follows, which reads them once as well; and with scale codes."""
 
 _BINARY_SUMS = 1 << 22  # what the binary warpgroup kernel turns into floats without a conversion
 _BINARY, _INT8 = (
@@ -77,25 +74,28 @@ def fused_limit(weight_bits: int) -> int:
 
 @cache
 def kernel_for(
-    weight_bits: int, act_bits: int, shape: tuple[int, int], row: Architecture, *, act_zero: bool = False
+    weight_bits: int,
+    act_bits: int,
+    shape: tuple[int, int],
+    row: Architecture,
+    *,
+    act_zero: bool = False,
+    coded: bool = False,
 ) -> Kernel:
     """The kernel for x of ``shape`` [M, K]: the GEMV for few tokens where the GPU has it, else the path's.
 
     In place of a product of expanded weights the fused one takes up to fused_limit tokens, where the GPU has it.
+    coded: with scale codes weights are bytes, and not bits.
     """
     tokens, in_features = shape
-    kernel = path_for(weight_bits, act_bits, row, act_zero=act_zero).kernel(in_features)
+    path = path_for(weight_bits, act_bits, row, act_zero=act_zero)
+    kernel = path.int8 if coded else path.kernel(in_features)
     fuses = kernel in INT8_KERNELS and Kernel.BIPOLAR_FUSED_WGMMA in row.kernels and tokens <= fused_limit(weight_bits)
-    few = GEMV_LIMIT_BEFORE_FUSED if fuses else GEMV_LIMIT
+    before_fused = CODED_GEMV_LIMIT_BEFORE_FUSED if coded else GEMV_LIMIT_BEFORE_FUSED
+    few = before_fused if fuses else GEMV_LIMIT
     if Kernel.BIPOLAR_GEMV in row.kernels and tokens * act_bits <= few:
         return Kernel.BIPOLAR_GEMV
     return Kernel.BIPOLAR_FUSED_WGMMA if fuses else kernel
-
-
-def grouped_kernel_for(act_bits: int, tokens: int) -> Kernel:
-    """The kernel for a weight with scales by group (grouped.takes_groups): the GEMV for few tokens."""
-    few = tokens * act_bits <= GROUPED_GEMV_GROUPS * GEMV_PAIRS
-    return Kernel.BIPOLAR_GROUPED_GEMV if few else Kernel.BIPOLAR_GROUPED_WGMMA
 
 
 def best_tile(planes_w: int, planes_x: int, as_bytes: bool, shape: tuple[int, int], processors: int) -> WgmmaTile:
@@ -115,14 +115,10 @@ def path_table(row: Architecture) -> list[tuple[str, str, str]]:
     """(widths, kernel, reason) of every case, equal neighbours merged, for ``quantkit doctor``."""
     widths = range(1, MAX_BITS + 1)
     lines = []
-    if Kernel.BIPOLAR_GROUPED_WGMMA in row.kernels:
-        why = "the integer sum of a line becomes a float, and joins the result times its scale"
-        widths_of_groups = f"W1-{GROUPED_BITS}A1-{MAX_BITS}, groups of whole {LINE_BYTES} columns"
-        few = f"{widths_of_groups}, tokens * A <= {GROUPED_GEMV_GROUPS * GEMV_PAIRS}"
-        lines.append((few, Kernel.BIPOLAR_GROUPED_GEMV.value, why))
-        lines.append((widths_of_groups, Kernel.BIPOLAR_GROUPED_WGMMA.value, why))
     why = "the same weight with scales s * 2^i; activations rounded first"
-    lines.append(("any other, per group or A16", "bcq kernels", why))
+    lines.append((f"A16, or groups but with 8-bit scales and whole {LINE_BYTES} columns", "bcq kernels", why))
+    codes = f"W1-{MOST_CODED_BITS}, groups of whole {LINE_BYTES} columns with 8-bit scales"
+    lines.append((codes, "as INT8", "a scale times a value is a byte, so a row has one sum of integers"))
     if Kernel.BIPOLAR_GEMV in row.kernels:
         memory = "memory is the limit: planes are read once"
         sooner = f", INT8 <= {GEMV_LIMIT_BEFORE_FUSED}" if Kernel.BIPOLAR_FUSED_WGMMA in row.kernels else ""

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quantkit.cuda.parameters import Argument
-from quantkit.formats.bipolar import largest_value
+from quantkit.formats.bipolar import LARGEST_BYTE, largest_value
+
+CODED_LIMIT = 2 * (LARGEST_BYTE + 1)
+"""What stands for the largest code of a weight with scale codes (kernels/bipolar/planes.cuh)."""
 
 
 @dataclass(frozen=True)
@@ -25,32 +28,21 @@ class Activations:
 
 @dataclass(frozen=True)
 class Weight:
-    """A prepared weight. tiles: as of Activations. row_sums: [N] int32. scales: [N, 1] fp16."""
+    """A prepared weight. tiles: as of Activations. row_sums: [N] int32. scales: [N, 1] fp16.
+
+    scale_tiles: [blocks, k tiles, 8, 64] uint8, a scale code per row and line of 128 columns (layout.tile_scales),
+    which counts in the row's scale; or None. row_sums are then those of bytes: code times value, plus 128.
+    """
 
     tiles: Tensor
     row_sums: Tensor
     scales: Tensor
+    scale_tiles: Tensor | None = None
 
-    def tensors(self) -> dict[str, Tensor | None]:
-        """What the kernels of all products take of it, by the names of their parameters."""
-        return {"wTiles": self.tiles, "wSums": self.row_sums, "wScales": self.scales}
-
-
-@dataclass(frozen=True)
-class GroupedWeight:
-    """A prepared weight with scales by group. tiles: planes, as of Activations.
-
-    scale_tiles: [blocks, k tiles, 8, 64] fp16, a scale per row and line of 128 columns (layout.tile_scales). offsets:
-    [N] fp32, the sum of each row of the weight.
-    """
-
-    tiles: Tensor
-    scale_tiles: Tensor
-    offsets: Tensor
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        """What the kernels of groups take of it, by the names of their parameters."""
-        return {"wTiles": self.tiles, "scaleTiles": self.scale_tiles, "offsets": self.offsets}
+    @property
+    def coded(self) -> bool:
+        """Whether it has scale codes."""
+        return self.scale_tiles is not None
 
 
 @dataclass(frozen=True)
@@ -61,7 +53,7 @@ class Product:
     """
 
     acts: Activations
-    weight: Weight | GroupedWeight
+    weight: Weight
     bias: Tensor | None
     y: Tensor
     in_features: int
@@ -74,23 +66,23 @@ class Product:
         """Of W and x in tile order."""
         return self.weight.tiles.shape[2], self.acts.tiles.shape[2]
 
-    @property
-    def grouped(self) -> bool:
-        """Whether the weight has scales by group."""
-        return isinstance(self.weight, GroupedWeight)
-
     def tensors(self) -> dict[str, Tensor | None]:
-        """What the kernels take, by the names of their parameters."""
+        """What the kernels of all products take, by the names of their parameters."""
         acts = {"xTiles": self.acts.tiles, "xSums": self.acts.sums, "xSteps": self.acts.steps}
-        return {**acts, **self.weight.tensors(), "bias": self.bias, "y": self.y}
+        weight = {"wTiles": self.weight.tiles, "wSums": self.weight.row_sums, "wScales": self.weight.scales}
+        return {**acts, **weight, "bias": self.bias, "y": self.y}
 
-    def args(self) -> dict[str, Argument]:
-        """The same and sizes."""
+    def tensors_of_planes(self) -> dict[str, Tensor | None]:
+        """The same for the kernels that take planes of W."""
+        return {**self.tensors(), "scaleTiles": self.weight.scale_tiles}
+
+    def sizes(self) -> dict[str, Argument]:
+        """M, N and K."""
         m, n = self.y.shape
-        return {**self.tensors(), "M": m, "N": n, "K": self.in_features}
+        return {"M": m, "N": n, "K": self.in_features}
 
     def limits(self) -> dict[str, Argument]:
-        """The largest codes, for the kernels that take any bits; those of groups know that of W."""
+        """The largest codes, for the kernels that take any bits."""
         act_bits, weight_bits = self.bits
-        of_weight: dict[str, Argument] = {} if self.grouped else {"weightLimit": largest_value(weight_bits)}
-        return {"actLimit": largest_value(act_bits), **of_weight}
+        weight_limit = CODED_LIMIT if self.weight.coded else largest_value(weight_bits)
+        return {"actLimit": largest_value(act_bits), "weightLimit": weight_limit}

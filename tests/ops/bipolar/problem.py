@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from quantkit.cuda.device import gpu_of
-from quantkit.formats.bipolar import ActCoding
+from quantkit.formats.bipolar import ActCoding, largest_scale
 from quantkit.formats.planes import pack_codes
-from quantkit.ops.bipolar.fused import FusedPlan, fused_launch, fused_work
+from quantkit.ops.bipolar.fused import FusedPlan, fused_launch, fused_tensors
 from quantkit.ops.bipolar.launch import expand, quantize_tiles
-from quantkit.ops.bipolar.layout import CHUNK_BYTES, LINE_BYTES, plane_row_sums, tile_weight, untile_lines
+from quantkit.ops.bipolar.layout import CHUNK_BYTES, LINE_BYTES, untile_lines
 from quantkit.ops.bipolar.op import bipolar_linear, bipolar_prepared_linear
 from quantkit.ops.bipolar.product import Activations, Product, Weight
+from quantkit.ops.bipolar.weight import tiled_weight
 
 
 def lines_of(tiles: Tensor, count: int, *, as_bytes: bool) -> Tensor:
@@ -39,12 +40,15 @@ def run(product: Product, plan: FusedPlan) -> Tensor:
     """y of a layout of the fused product; the product's own is left alone."""
     product = replace(product, y=torch.full_like(product.y, float("nan")))
     gpu = gpu_of(product.y.device)
-    fused_launch(product, gpu, product.tensors() | fused_work(product, gpu, plan), plan).run()
+    fused_launch(product, gpu, fused_tensors(product, gpu, plan), plan).run()
     return product.y
 
 
 class Problem:
-    """Seeded operands on both devices, and what the reference makes of them."""
+    """Seeded operands on both devices, and what the reference makes of them.
+
+    coded: with scale codes, of groups of 128 or 256 columns.
+    """
 
     def __init__(
         self,
@@ -55,6 +59,7 @@ class Problem:
         *,
         zero: bool = False,
         rotated: bool = False,
+        coded: bool = False,
     ):
         m, n, self.in_features = shape
         self.weight_bits, self.act_bits = weight_bits, act_bits
@@ -62,18 +67,23 @@ class Problem:
         self.x = torch.randn(m, self.in_features).to(dtype)
         codes = torch.randint(0, 1 << weight_bits, (n, self.in_features), dtype=torch.uint8)
         self.planes = pack_codes(codes, weight_bits)
-        self.scales = (torch.rand(n, 1) * 0.01 + 0.001).half()
+        self.scales, self.factors, self.group_size = (torch.rand(n, 1) * 0.01 + 0.001).half(), None, -1
+        if coded:
+            self.group_size = LINE_BYTES * (1 + (weight_bits + m) % 2)
+            groups = -(-self.in_features // self.group_size)
+            self.factors = self.scales
+            self.scales = torch.randint(0, largest_scale(weight_bits) + 1, (n, groups), dtype=torch.uint8)
         self.clip, self.bias = torch.tensor([0.8]), torch.randn(n).to(dtype)
 
     def expected(self) -> Tensor:
         """The reference's result, on the CPU."""
-        rest = self.act_bits, -1, True, self.coding.zero, self.coding.rotated
+        rest = self.act_bits, self.group_size, True, self.coding.zero, self.coding.rotated, self.factors
         return bipolar_linear(self.x, self.planes, self.scales, self.clip, self.bias, *rest)
 
     def weight(self) -> Weight:
         """Prepared, of planes."""
-        tiles = tile_weight(self.planes.cuda())
-        return Weight(tiles, plane_row_sums(self.planes, self.in_features).cuda(), self.scales.cuda())
+        factors = None if self.factors is None else self.factors.cuda()
+        return tiled_weight(self.planes.cuda(), self.scales.cuda(), factors, self.group_size, self.in_features)
 
     def activations(self, as_bytes: bool) -> Activations:
         """Quantized on the GPU."""
@@ -87,12 +97,13 @@ class Problem:
         """Operands on the GPU, of planes or bytes, with room for y. expanded: whether W too is in bytes then."""
         weight, bits = self.weight(), (self.act_bits, self.weight_bits)
         if as_bytes and expanded:
-            weight = replace(weight, tiles=expand(weight.tiles, self.in_features))
+            weight = expand(weight, self.in_features)
         acts, y, zero = self.activations(as_bytes), self.output(), self.coding.zero
         return Product(acts, weight, self.bias.cuda(), y, self.in_features, bits, zero)
 
     def run_op(self) -> Tensor:
         """The whole op on the GPU."""
         given = self.weight()
-        rest = self.clip.cuda(), self.bias.cuda(), self.act_bits, True, self.coding.zero, self.coding.rotated
-        return bipolar_prepared_linear(self.x.cuda(), given.tiles, given.row_sums, given.scales, *rest)
+        coding = self.act_bits, True, self.coding.zero, self.coding.rotated, given.scale_tiles
+        stored = given.tiles, given.row_sums, given.scales
+        return bipolar_prepared_linear(self.x.cuda(), *stored, self.clip.cuda(), self.bias.cuda(), *coding)

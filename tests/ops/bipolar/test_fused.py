@@ -16,6 +16,7 @@ from quantkit.ops.bipolar.fused import (
     fused_tiles,
     plan_fused,
 )
+from quantkit.ops.bipolar.instances import codings
 from quantkit.ops.bipolar.plan import GEMV_LIMIT, GEMV_LIMIT_BEFORE_FUSED, fused_limit, kernel_for
 from tests.ops.bipolar.problem import Problem, hopper_only, run
 
@@ -24,11 +25,12 @@ PROCESSORS = 132
 TILES = [
     pytest.param(
         tile,
-        id=f"w{bits}-{tile.tokens}-{tile.warpgroups}",
+        id=f"w{bits}-{tile.tokens}-{tile.warpgroups}{'-coded' * coded}",
         marks=pytest.mark.sanitize if (bits, tile.tokens) in ((3, 256), (4, 32), (8, 64)) else (),
     )
     for bits in range(1, 9)
-    for tile in fused_tiles(bits)
+    for coded in codings(bits)
+    for tile in fused_tiles(bits, coded)
 ]
 CUDA = torch.device("cuda")
 SHAPES = [(1, 5, 40), (7, 65, 1030), (65, 130, 264), (130, 257, 2050), (300, 520, 4096)]
@@ -42,7 +44,7 @@ def test_every_tile_and_layout_equals_the_reference(tile: FusedTile) -> None:
     hopper_only()
     for i, shape in enumerate(SHAPES):
         dtype = (torch.float16, torch.bfloat16, torch.float32)[i % 3]
-        problem = Problem(shape, tile.weight_bits, 8, dtype, zero=i % 2 == 1)
+        problem = Problem(shape, tile.weight_bits, 8, dtype, zero=i % 2 == 1, coded=tile.coded)
         product, expected = problem.product(True, expanded=False), problem.expected()
         for plan in fused_layouts(tile, shape, gpu_of(CUDA).processors):
             for _ in range(2):
@@ -50,15 +52,17 @@ def test_every_tile_and_layout_equals_the_reference(tile: FusedTile) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("weight_bits", "tokens"), [(4, 256), (2, 64), (8, 128)], ids=str)
-def test_blocks_of_several_items_equal_each_other(weight_bits: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("weight_bits", "tokens", "coded"), [(4, 256, False), (2, 64, False), (8, 128, False), (4, 128, True)], ids=str
+)
+def test_blocks_of_several_items_equal_each_other(weight_bits: int, tokens: int, coded: bool) -> None:
     """Whole items in rounds, then shared ones; weights in few rows, and in many."""
     hopper_only()
-    problem = Problem((1500, 6104, 2100), weight_bits, 8, torch.float16)
+    problem = Problem((1500, 6104, 2100), weight_bits, 8, torch.float16, coded=coded)
     product = problem.product(True, expanded=False)
     results = [
         run(product, plan)
-        for tile in fused_tiles(weight_bits)
+        for tile in fused_tiles(weight_bits, coded)
         if tile.tokens in (32, tokens)
         for plan in fused_layouts(tile, (1500, 6104, 2100), gpu_of(CUDA).processors)
     ]

@@ -8,13 +8,22 @@ import pytest
 import torch
 
 from quantkit.cuda.device import gpu_of
-from quantkit.formats.bipolar import ActCoding, check_exact, codes_to_values, largest_value, quantize_activations
+from quantkit.formats.bipolar import (
+    ActCoding,
+    check_exact,
+    codes_to_values,
+    largest_scale,
+    largest_value,
+    quantize_activations,
+)
 from quantkit.formats.planes import pack_codes
-from quantkit.ops.bipolar.instances import WgmmaTile, binary_pairs, wgmma_tiles
+from quantkit.ops.bipolar.instances import WgmmaTile, binary_pairs, codings, wgmma_tiles
 from quantkit.ops.bipolar.launch import expand, gemv_launch, mma_launch, quantize_tiles, wgmma_launch
-from quantkit.ops.bipolar.layout import plane_row_sums, tile_lines, tile_weight, untile_lines
+from quantkit.ops.bipolar.layout import plane_row_sums, tile_lines, tile_weight, untile_lines, untile_weight
 from quantkit.ops.bipolar.op import bipolar_prepared_linear
 from quantkit.ops.bipolar.plan import GEMV_LIMIT
+from quantkit.ops.bipolar.product import Weight
+from quantkit.ops.bipolar.weight import tiled_weight
 from tests.ops.bipolar.problem import Problem, hopper_only, lines_of
 
 PAIRS = [(p, q) for p in range(1, 9) for q in range(1, 9)]
@@ -28,6 +37,8 @@ WARP_PAIRS = [
 DTYPES = [pytest.param(torch.float16, marks=SANITIZED), torch.bfloat16, torch.float32]
 QUANTIZED_LENGTHS = [pytest.param(40, marks=SANITIZED), pytest.param(1030, marks=SANITIZED), 4096, 20000]
 FLOAT32_INTEGERS = 1 << 24
+CODED = [(p, coded) for p in range(1, 9) for coded in codings(p)]
+CODED_IDS = [f"w{p}{'-coded' * coded}" for p, coded in CODED]
 
 
 @pytest.mark.cuda
@@ -53,8 +64,25 @@ def test_quantizer_gives_the_reference_codes(act_bits: int, k: int, dtype: torch
 @pytest.mark.parametrize("weight_bits", range(1, 9), ids="w{}".format)
 def test_expansion_gives_the_codes(weight_bits: int) -> None:
     codes = torch.randint(0, 1 << weight_bits, (70, 1300), dtype=torch.uint8)
-    expanded = expand(tile_lines(pack_codes(codes, weight_bits).cuda()), 1300)
+    tiles = tile_lines(pack_codes(codes, weight_bits).cuda())
+    expanded = expand(Weight(tiles, torch.empty(0), torch.empty(0)), 1300).tiles
     assert torch.equal(lines_of(expanded, 70, as_bytes=True)[0, :, :1300], codes)
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("weight_bits", range(1, 7), ids="w{}".format)
+def test_expansion_multiplies_by_scale_codes(weight_bits: int) -> None:
+    """Bytes of values times scales, plus 128, in the order of a weight's rows; row sums are theirs."""
+    codes = torch.randint(0, 1 << weight_bits, (70, 1300), dtype=torch.uint8)
+    scales = torch.randint(0, largest_scale(weight_bits) + 1, (70, 11), dtype=torch.uint8)
+    stored = pack_codes(codes, weight_bits).cuda(), scales.cuda(), torch.ones(70, 1).half().cuda()
+    weight = tiled_weight(*stored, 128, 1300)
+    lines = untile_weight(expand(weight, 1300).tiles, 70, 11 * 128).cpu()[0]
+    found = lines.unflatten(-1, (-1, 8, 16)).transpose(-1, -2).flatten(-3)[:, :1300]  # column 8 b + c of chunk c
+    expected = codes_to_values(codes, weight_bits) * scales.repeat_interleave(128, 1)[:, :1300] + 128
+    assert torch.equal(found.short(), expected)
+    assert torch.equal(weight.row_sums.cpu(), expected.sum(1, dtype=torch.int32))
 
 
 @pytest.mark.cuda
@@ -64,6 +92,34 @@ def test_op_equals_the_reference(weight_bits: int, act_bits: int, shape: tuple[i
     check_exact(weight_bits, act_bits, shape[2])
     problem = Problem(shape, weight_bits, act_bits, torch.float32)
     assert torch.equal(problem.run_op().cpu(), problem.expected())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", [*SHAPES[:4], (1100, 70, 1160)], ids=str)
+@pytest.mark.parametrize("act_bits", [1, 4, 8], ids="a{}".format)
+@pytest.mark.parametrize("weight_bits", range(1, 7), ids="w{}".format)
+def test_op_with_scale_codes_equals_the_reference(weight_bits: int, act_bits: int, shape: tuple[int, int, int]) -> None:
+    """One token, few, and so many that bytes are expanded in memory."""
+    check_exact(weight_bits, act_bits, shape[2], act_zero=True, coded=True)
+    rotated = shape[2] % 8 == 0
+    problem = Problem(shape, weight_bits, act_bits, torch.float32, zero=True, rotated=rotated, coded=True)
+    assert torch.equal(problem.run_op().cpu(), problem.expected())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("zero", [False, True], ids=["symmetric", "zero"])
+@pytest.mark.parametrize("weight_bits", [1, 4, 6], ids="w{}".format)
+def test_products_of_bytes_take_scale_codes(weight_bits: int, zero: bool) -> None:
+    hopper_only()
+    for shape in SHAPES:
+        problem = Problem(shape, weight_bits, 8, torch.float16, zero=zero, coded=True)
+        product, expected = problem.product(True), problem.expected()
+        mma_launch(product, as_bytes=True).run()
+        assert torch.equal(product.y.cpu(), expected), f"{shape=}"
+        for tile in wgmma_tiles(1, 1, True):
+            other = replace(product, y=problem.output())
+            wgmma_launch(other, tile, gpu_of(CUDA).processors).run()
+            assert torch.equal(other.y.cpu(), expected), f"{shape=} {tile=}"
 
 
 @pytest.mark.cuda
@@ -110,23 +166,30 @@ def test_warp_products_equal_the_reference(weight_bits: int, act_bits: int, as_b
 @pytest.mark.sanitize
 @pytest.mark.parametrize("act_bits", [1, 3, 8], ids="a{}".format)
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16, 33], ids="M{}".format)
-def test_gemv_equals_the_reference(tokens: int, act_bits: int) -> None:
-    problem = Problem((tokens, 77, 2050), 4, act_bits, torch.bfloat16)
-    product = problem.product(False)
-    gemv_launch(product).run()
-    assert torch.equal(product.y.cpu(), problem.expected())
+@pytest.mark.parametrize(("weight_bits", "coded"), CODED, ids=CODED_IDS)
+def test_gemv_equals_the_reference(weight_bits: int, coded: bool, tokens: int, act_bits: int) -> None:
+    zero = tokens % 2 == 1
+    problem = Problem((tokens, 77, 2050), weight_bits, act_bits, torch.bfloat16, zero=zero, coded=coded)
+    product, expected = problem.product(False), problem.expected()
+    for _ in range(2):
+        product.y.fill_(float("nan"))
+        gemv_launch(product).run()
+        assert torch.equal(product.y.cpu(), expected)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("tokens", [1, GEMV_LIMIT, 200, 300], ids="M{}".format)
 @pytest.mark.parametrize(
-    ("weight_bits", "act_bits"), [(2, 2), (1, 2), (4, 8), (8, 8)], ids=["w2a2", "w1a2", "w4a8", "w8a8"]
+    ("weight_bits", "act_bits", "coded"),
+    [(2, 2, False), (1, 2, False), (4, 8, False), (8, 8, False), (4, 8, True)],
+    ids=["w2a2", "w1a2", "w4a8", "w8a8", "w4a8-coded"],
 )
-def test_two_runs_and_a_graph_give_the_same_bits(weight_bits: int, act_bits: int, tokens: int) -> None:
-    problem = Problem((tokens, 520, 4096), weight_bits, act_bits, torch.float16)
+def test_two_runs_and_a_graph_give_the_same_bits(weight_bits: int, act_bits: int, coded: bool, tokens: int) -> None:
+    problem = Problem((tokens, 520, 4096), weight_bits, act_bits, torch.float16, coded=coded)
     weight = problem.weight()
     x, clip, bias = problem.x.cuda(), problem.clip.cuda(), problem.bias.cuda()
-    given = x, weight.tiles, weight.row_sums, weight.scales, clip, bias, act_bits, True
+    coding = act_bits, True, False, False, weight.scale_tiles
+    given = x, weight.tiles, weight.row_sums, weight.scales, clip, bias, *coding
     first, second = (bipolar_prepared_linear(*given) for _ in range(2))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -11,6 +11,7 @@ from quantkit.formats.bipolar import (
     act_values,
     codes_to_values,
     dequantize_bipolar,
+    largest_scale,
     largest_value,
     quantize_activations,
 )
@@ -117,6 +118,24 @@ def test_the_product_with_zero_points_is_what_the_kernels_recover(weight_bits: i
     expected = (2 * (x - zero)) @ (2 * w - c_w).T
     recovered = 4 * x @ w.T - 2 * c_w * x.sum(1)[:, None] + 2 * zero * (77 * c_w - 2 * w.sum(1))[None, :]
     assert torch.equal(recovered, expected)
+
+
+@pytest.mark.parametrize("group_size", [-1, 64, 128], ids="g{}".format)
+@pytest.mark.parametrize(
+    ("weight_bits", "act_bits"), [(1, 8), (4, 8), (4, 4), (6, 2)], ids=["w1a8", "w4a8", "w4a4", "w6a2"]
+)
+def test_with_scale_codes_linear_is_one_sum_of_integers(weight_bits: int, act_bits: int, group_size: int) -> None:
+    given = _operands((7, 65, 1160), weight_bits, group_size, torch.device("cpu")) | {
+        "act_bits": act_bits,
+        "bias": None,
+    }
+    scales, factors = torch.randint(0, largest_scale(weight_bits) + 1, given["scales"].shape), torch.rand(65, 1).half()  # type: ignore[union-attr]
+    values, step = act_values(given["x"], given["act_clip"], ActCoding(act_bits, zero=True))  # type: ignore[arg-type]
+    weight = codes_to_values(unpack_codes(given["bit_planes"], 1160), weight_bits).long()  # type: ignore[arg-type]
+    weight = weight * scales.repeat_interleave(1160 if group_size == -1 else group_size, 1)[:, :1160]
+    expected = (values.long() @ weight.T).float() * (step * factors.float().T)
+    given["scales"] = scales.to(torch.uint8)
+    assert torch.equal(bipolar_linear(**given, act_zero=True, scale_factors=factors), expected)
 
 
 def test_weight_only_leaves_activations_alone() -> None:

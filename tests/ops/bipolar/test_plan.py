@@ -7,8 +7,10 @@ import re
 import pytest
 
 from quantkit.cuda.architectures import ARCHITECTURES, Architecture, Kernel, architecture
+from quantkit.formats.bipolar import BipolarSpec
 from quantkit.ops.bipolar.instances import WgmmaTile, binary_pairs, wgmma_tiles, wgmma_unit
 from quantkit.ops.bipolar.plan import GEMV_LIMIT, best_tile, kernel_for, path_for, path_table
+from quantkit.ops.bipolar.weight import takes_tiles
 
 PAIRS = [(p, q) for p in range(1, 9) for q in range(1, 9)]
 TILES = [tile for p, q in binary_pairs() for tile in wgmma_tiles(p, q, False)] + wgmma_tiles(1, 1, True)
@@ -59,6 +61,32 @@ def test_few_tokens_take_the_gemv_where_binary_products_are_native() -> None:
     assert kernel_for(8, 8, (more, 4096), AMPERE) is Kernel.BIPOLAR_INT8_MMA
     assert kernel_for(1, 8, (few, 4096), HOPPER) is Kernel.BIPOLAR_GEMV
     assert kernel_for(8, 8, (few, 4096), BLACKWELL) is Kernel.BIPOLAR_INT8_MMA
+
+
+@pytest.mark.parametrize(
+    ("spec", "taken"),
+    [
+        (BipolarSpec(4, 8, 128, scale_bits=8), True),
+        (BipolarSpec(6, 1, 256, scale_bits=8), True),
+        (BipolarSpec(4, 8, 4096, scale_bits=8), True),  # one group
+        (BipolarSpec(4, 8, scale_bits=8), True),
+        (BipolarSpec(4, 8), True),
+        (BipolarSpec(4, 8, 64, scale_bits=8), False),  # a line has two scales
+        (BipolarSpec(4, 16, 128, scale_bits=8), False),
+        (BipolarSpec(4, 8, 128), False),  # scales of 16 bits
+        (BipolarSpec(4, 16), False),
+    ],
+    ids=str,
+)
+def test_which_weights_the_products_of_integers_take(spec: BipolarSpec, taken: bool) -> None:
+    assert takes_tiles(spec.act_bits, spec.group_size, 4096, coded=spec.coded) is taken
+
+
+def test_scale_codes_take_products_of_bytes() -> None:
+    assert kernel_for(2, 2, (1000, 4096), HOPPER) is Kernel.BIPOLAR_BINARY_WGMMA
+    assert kernel_for(2, 2, (1000, 4096), HOPPER, coded=True) is Kernel.BIPOLAR_FUSED_WGMMA
+    assert kernel_for(2, 2, (1000, 4096), AMPERE, coded=True) is Kernel.BIPOLAR_INT8_MMA
+    assert kernel_for(2, 2, (4, 4096), AMPERE, coded=True) is Kernel.BIPOLAR_GEMV
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
