@@ -3,6 +3,9 @@
 #include "gemm_fused.cuh"
 
 constexpr int kLaneFeatures = 4;  // neighbouring features that a pair of lanes has of a token
+// What comes next often has a block a token. Allowed to begin before its items end, few of these find room on the
+// multiprocessors that have no item; more crowd there, and take longer than they gain.
+constexpr int kFewTokens = 8;
 
 // kLaneFeatures values of a token from feature n on, to y: of 16 bits in two words, or of 32.
 template <class Word, int kWords>
@@ -96,7 +99,7 @@ __device__ __forceinline__ void runItems(const FusedProblem& p, uint8* dynamicSh
     }
     if (split) mailbox.arrive();
     __syncthreads();
-    allowNextKernel();
+    if (p.M <= kFewTokens) allowNextKernel();
     constexpr int kLineUsers = kLineThreads + S::kConsumers, kLinesBarrier = 1;
     if (warpgroup == kWarpgroups) {
         if constexpr (kWarpgroups == 2) giveRegisters<kProducerRegisters>();
@@ -134,6 +137,7 @@ __device__ __forceinline__ void runItems(const FusedProblem& p, uint8* dynamicSh
             const Segment segment = work.segment(p, index);
             int sums[S::kSets * S::kSums] = {};
             multiply(sums, x, w, turns, segment);
+            if (index + 1 >= work.segments) allowNextKernel();
             if (index == 0) waitForPriorKernels();  // which may read y or use the partials' memory
             if constexpr (S::kSplits) {
                 if (split) S::Splits::exchange(sums, mailbox, received);
