@@ -128,6 +128,8 @@ struct Coder {
     static constexpr float kDown = 32768.49609375f;            // 2^15 - 1/2 + 1 - 2^-8
     static constexpr float kAboveOne = 1.00000011920929f;      // 1 + 2^-23
 
+    Coder() = default;
+
     // below: how far the row reaches below 0, where it has a zero point. peak: bits of its largest |x|.
     __device__ __forceinline__ Coder(float given, float below, int limit, uint32 peak)
         : step(given > 0.f ? given : 1.f), limit(limit) {

@@ -106,8 +106,14 @@ __device__ __forceinline__ void addCodedHalf(int (&total)[kGroups][4], const uin
     }
 }
 
+// Of a multiprocessor, at least: with scale codes as many as there are without, where the registers suffice.
+constexpr int blocksAtOnce(int weightBits, int groups, bool coded) {
+    if (coded && groups == 1 && weightBits <= 4) return weightBits < 4 ? 4 : 3;
+    return groups < 4 ? 2 : 1;
+}
+
 template <int kWeightBits, int kGroups, bool kZero, bool kCoded>
-__global__ void __launch_bounds__(kWarps * kWarpSize, kGroups < 4 ? 2 : 1)
+__global__ void __launch_bounds__(kWarps * kWarpSize, blocksAtOnce(kWeightBits, kGroups, kCoded))
     bipolarGemv(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,      // planes.cuh, bits
                 const int* __restrict__ xSums, const int* __restrict__ wSums,            // [M], [N]
                 const float* __restrict__ xSteps, const uint16* __restrict__ wScales,    // [M] fp32, [N] fp16

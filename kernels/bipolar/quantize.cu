@@ -25,7 +25,7 @@
 
 // kPlanes: act bits, or 0 for one plane of bytes of any width.
 template <int kPlanes, int kDtype, bool kZero>
-__global__ void __launch_bounds__(kMaxWarps * kWarpSize)
+__global__ void __launch_bounds__(kMaxWarps * kWarpSize, 2)
     bipolarQuantize(const uint8* x,                         // [M, K] of kDtype; written until the wait: no __restrict__
                     const float* __restrict__ actClip,      // [1]
                     uint8* __restrict__ tiles,              // [ceil(M/64), k tiles, planes, 64, 128]

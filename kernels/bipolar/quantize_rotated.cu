@@ -28,15 +28,15 @@ __device__ __forceinline__ Columns<kFloat32> rotated(Columns<kDtype> own, int la
     return result;
 }
 
-// zero: rows have zero points. width: of the rotation's blocks; root: 1 / sqrt(width).
-template <int kPlanes, int kDtype>
-__global__ void __launch_bounds__(kMaxWarps * kWarpSize)
+// width: of the rotation's blocks; root: 1 / sqrt(width).
+template <int kPlanes, int kDtype, bool kZero>
+__global__ void __launch_bounds__(kMaxWarps * kWarpSize, 2)
     bipolarQuantizeRotated(const uint8* x,                   // [M, K] of kDtype; written until the wait: no __restrict__
                            const float* __restrict__ actClip,  // [1]
                            uint8* __restrict__ tiles,        // [ceil(M/64), k tiles, planes, 64, 128]
-                           int* __restrict__ sums,           // [M], or [2, M] where zero is set
+                           int* __restrict__ sums,           // [M], or [2, M] with kZero
                            float* __restrict__ steps,        // [M]
-                           int M, int K, int actLimit, int perToken, int zero, int width, float root) {
+                           int M, int K, int actLimit, int perToken, int width, float root) {
     const uint8* row = x + size_t(blockIdx.x) * K * Columns<kDtype>::kElement;
     const bool vectors = K % kRun == 0 && reinterpret_cast<uint64>(x) % kChunkBytes == 0;
     const int lane = threadIdx.x % kWarpSize;
@@ -46,9 +46,5 @@ __global__ void __launch_bounds__(kMaxWarps * kWarpSize)
     const QuantizedRows rows{tiles, sums, steps, M, K, actLimit, perToken};
     allowNextKernel();
     waitForPriorKernels();  // from here on x may be read and the results written
-    if (zero) {
-        quantizeRow<kPlanes, true>(load, actClip[0], rows);
-    } else {
-        quantizeRow<kPlanes, false>(load, actClip[0], rows);
-    }
+    quantizeRow<kPlanes, kZero>(load, actClip[0], rows);
 }

@@ -10,7 +10,8 @@ struct QuantizedRows {
 };
 
 // kPlanes: act bits, or 0 for one plane of bytes of any width. load: a lane's columns of the stretch that begins at this
-// column. One that fits into the block's warps is loaded once.
+// column. A warp loads its stretches one after the other, for how far they reach, and then those before the last once more.
+// One loop has all of it: written out, a rotation takes 20 KiB of instructions for each place that loads.
 template <int kPlanes, bool kZero, class Load>
 __device__ __forceinline__ void quantizeRow(const Load& load, float clip, const QuantizedRows& p) {
     constexpr bool kBytes = kPlanes == 0;
@@ -22,21 +23,25 @@ __device__ __forceinline__ void quantizeRow(const Load& load, float clip, const 
     const int limit = kBytes ? p.limit : (1 << kPlanes) - 1, rowInBlock = blockIdx.x % kBlockRows;
     const size_t tileBytes = size_t(kBytes ? 1 : kPlanes) * kPlaneBytes;
     uint8* block = p.tiles + blockIdx.x / kBlockRows * ((p.K + kTileColumns - 1) / kTileColumns) * tileBytes;
-    const int stride = warps * kBitsPerLine;
-    int stretch = warp * kBitsPerLine;  // its first column
+    const int first = warp * kBitsPerLine, stride = warps * kBitsPerLine;  // in columns
 
-    auto own = load(stretch);
     Reach<kZero> reach;
-    reach.add(own);
-    for (int later = stretch + stride; later < p.K; later += stride) reach.add(load(later));
-    reach.ofBlock(reaches, warps);
-    const float above = __fmul_rn(__uint_as_float(reach.above), clip), below = __fmul_rn(__uint_as_float(reach.below), clip);
-    const float range = kZero ? __fadd_rn(above, below) : p.perToken ? above : clip;
-    const float step = __fdiv_rn(range, float(kZero ? 2 * limit : limit));
-    const Coder<kZero> coder(step, below, limit, reach.peak());
-
+    Coder<kZero> coder;
+    float step = 0.f;
     uint32 sum = 0;
-    while (true) {
+#pragma unroll 1
+    for (int stretch = first, last = p.K; stretch < last; stretch += stride) {  // last: p.K until all have been loaded once
+        const auto own = load(stretch);
+        if (last == p.K) {
+            reach.add(own);
+            if (stretch + stride < p.K) continue;
+            reach.ofBlock(reaches, warps);
+            const float above = __fmul_rn(__uint_as_float(reach.above), clip);
+            const float below = __fmul_rn(__uint_as_float(reach.below), clip);
+            const float range = kZero ? __fadd_rn(above, below) : p.perToken ? above : clip;
+            step = __fdiv_rn(range, float(kZero ? 2 * limit : limit));
+            coder = Coder<kZero>(step, below, limit, reach.peak());
+        }
         uint32 codes[kWords];
         encode(own, coder, codes);
         if (stretch + kBitsPerLine > p.K) clearBehind(codes, stretch + lane * kRun, p.K);
@@ -47,9 +52,7 @@ __device__ __forceinline__ void quantizeRow(const Load& load, float clip, const 
         } else {
             storePlanes<kPlanes>(codes, block + stretch / kBitsPerLine * tileBytes, rowInBlock, lane);
         }
-        stretch += stride;
-        if (stretch >= p.K) break;
-        own = load(stretch);
+        if (last == p.K) last = stretch, stretch = first - stride;  // those before this one follow
     }
     sum = blockSum(sum, totals, warps);
     if (threadIdx.x == 0) {

@@ -27,8 +27,8 @@ GEMV_GROUPS = (1, 2, 4)
 
 _GEMV_WARPS, _MMA_WARPS, _EXPAND_WARPS = 8, 8, 8
 GEMV_THREADS, MMA_THREADS, EXPAND_THREADS = (n * WARP_THREADS for n in (_GEMV_WARPS, _MMA_WARPS, _EXPAND_WARPS))
-QUANTIZE_WARPS = 16
-"""Of a block of bipolar_quantize, at most."""
+QUANTIZE_WARPS = 14
+"""Of a block of bipolar_quantize, at most: two such blocks leave each thread 72 registers, which rotating wants."""
 
 _DTYPES = 3
 _FLOAT32 = 2
@@ -177,9 +177,9 @@ def quantize_unit(planes: int, dtype: int, zero: bool = False) -> CompileUnit:
     return CompileUnit(_QUANTIZE, "bipolarQuantize", (planes, dtype, zero))
 
 
-def quantize_rotated_unit(planes: int, dtype: int) -> CompileUnit:
-    """The same for rotated inputs, with zero points or without."""
-    return CompileUnit(_QUANTIZE_ROTATED, "bipolarQuantizeRotated", (planes, dtype))
+def quantize_rotated_unit(planes: int, dtype: int, zero: bool = False) -> CompileUnit:
+    """The same for rotated inputs."""
+    return CompileUnit(_QUANTIZE_ROTATED, "bipolarQuantizeRotated", (planes, dtype, zero))
 
 
 def expand_unit(weight_bits: int, coded: bool = False) -> CompileUnit:
@@ -201,8 +201,9 @@ def binary_pairs() -> list[tuple[int, int]]:
 def bipolar_units(row: Architecture) -> Iterator[CompileUnit]:
     """Every bipolar instance that can be asked for on a GPU generation."""
     for dtype in range(_DTYPES):
-        yield from (quantize_unit(planes, dtype, zero) for planes in range(MAX_BITS + 1) for zero in (False, True))
-        yield from (quantize_rotated_unit(planes, dtype) for planes in range(MAX_BITS + 1))
+        for planes, zero in product(range(MAX_BITS + 1), (False, True)):
+            yield quantize_unit(planes, dtype, zero)
+            yield quantize_rotated_unit(planes, dtype, zero)
     for weight_bits in range(1, MAX_BITS + 1):
         yield from (expand_unit(weight_bits, coded) for coded in codings(weight_bits))
         if Kernel.BIPOLAR_GEMV in row.kernels:

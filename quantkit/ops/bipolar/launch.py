@@ -74,17 +74,23 @@ def quantize_launch(tensors: Mapping[str, Tensor], coding: ActCoding, *, as_byte
     planes, dtype = 0 if as_bytes else coding.bits, DTYPE_CODES[x.dtype]
     unit = quantize_unit(planes, dtype, coding.zero)
     if coding.rotated:
-        unit = quantize_rotated_unit(planes, dtype)
+        unit = quantize_rotated_unit(planes, dtype, coding.zero)
         width = block_width(k)
-        args |= {"zero": int(coding.zero), "width": width, "root": inverse_root(width)}
+        args |= {"width": width, "root": inverse_root(width)}
     return Launch(
         unit,
         x.device,
         grid=(m,),
-        block=min(QUANTIZE_WARPS, -(-k // BITS_PER_LINE)) * WARP_THREADS,
+        block=_quantize_warps(k) * WARP_THREADS,
         args=args,
         overlap=True,
     )
+
+
+def _quantize_warps(in_features: int) -> int:
+    """Warps that share a row's stretches of 1024 columns evenly, in the fewest rounds."""
+    stretches = -(-in_features // BITS_PER_LINE)
+    return -(-stretches // -(-stretches // QUANTIZE_WARPS))
 
 
 def expand(weight: Weight, in_features: int) -> Weight:
