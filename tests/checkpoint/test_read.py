@@ -169,6 +169,17 @@ def test_tensors_that_do_not_fit_are_refused_without_digests_too(
     assert message in refusal(copy)
 
 
+def test_a_scale_code_beyond_its_range_is_refused_without_digests_too(
+    tiny_model: Callable[[str], Path], calibrated: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder, recipe = tmp_path / "q", load_recipe("bipolar-w4a8-g128")
+    quantize_model(str(tiny_model("llama")), recipe, folder, calibration=calibrated("llama"), options=QuantizeOptions())
+    load_checkpoint(str(folder), device="cpu", dtype=None)
+    name = "model.layers.0.self_attn.q_proj.scales"
+    without_digests(folder, lambda tensors: tensors[name][-1].fill_(9))
+    assert f"{name}: holds a code above 8; copy" in refusal(folder)
+
+
 @pytest.mark.parametrize(
     ("field", "column", "value", "message"),
     [

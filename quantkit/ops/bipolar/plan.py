@@ -116,8 +116,8 @@ def path_table(row: Architecture) -> list[tuple[str, str, str]]:
     widths = range(1, MAX_BITS + 1)
     lines = []
     why = "the same weight with scales s * 2^i; activations rounded first"
-    lines.append((f"A16, or groups but with 8-bit scales and whole {LINE_BYTES} columns", "bcq kernels", why))
-    codes = f"W1-{MOST_CODED_BITS}, groups of whole {LINE_BYTES} columns with 8-bit scales"
+    lines.append(("A16, or groups but those of the next line", "bcq kernels", why))
+    codes = f"groups of whole {LINE_BYTES} columns with 8-bit scales, W1-{MOST_CODED_BITS}"
     lines.append((codes, "as INT8", "a scale times a value is a byte, so a row has one sum of integers"))
     if Kernel.BIPOLAR_GEMV in row.kernels:
         memory = "memory is the limit: planes are read once"
