@@ -54,6 +54,14 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(damage: str) -> None:
         vllm_stub.feed(layer, {**tensors, "scales": changed}, "k")
 
 
+def test_a_scale_code_beyond_its_range_is_refused() -> None:
+    name = "model.layers.0.mlp.fc"
+    linears = stored(name, SPECS["bipolar-w4a8-codes"], (Q_ROWS, K))
+    layer, _ = built(config_of(linears), name, [Q_ROWS], Q_ROWS)
+    with pytest.raises(CheckpointError, match=r"fc\.scales: holds a code above 8"):
+        vllm_stub.feed(layer, {**linears[name][1], "scales": torch.full_like(linears[name][1]["scales"], 9)})
+
+
 def test_a_map_that_leads_outside_is_refused() -> None:
     name, spec = "model.layers.0.mlp.fc", SPECS["flatten"]
     linears = stored(name, spec, (Q_ROWS, K))

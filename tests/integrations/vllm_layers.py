@@ -30,6 +30,8 @@ WEIGHT_ONLY = {
 }
 QUANTIZED_ACTS = {
     "bipolar-w4a8": BipolarSpec(4, 8),
+    "bipolar-w4a8-codes": BipolarSpec(4, 8, 32, scale_bits=8),
+    "bipolar-w4a8-one-code": BipolarSpec(4, 8, 128, scale_bits=8),
     "flatten": FlattenSpec(8, 8, 160),
     "flatten-w4a4": FlattenSpec(4, 4, 160),
     "flatten-smooth": FlattenSpec(8, 8, 160, smooth=True),
