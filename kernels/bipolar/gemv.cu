@@ -106,9 +106,15 @@ __device__ __forceinline__ void addCodedHalf(int (&total)[kGroups][4], const uin
     }
 }
 
-// Of a multiprocessor, at least: with scale codes as many as there are without, where the registers suffice.
+// Of a multiprocessor, at least: with scale codes as many as there are without, where the registers suffice. Three planes fit
+// four blocks from Hopper on.
+#if __CUDA_ARCH__ >= 900
+constexpr int kPlanesOfFourBlocks = 3;
+#else
+constexpr int kPlanesOfFourBlocks = 2;
+#endif
 constexpr int blocksAtOnce(int weightBits, int groups, bool coded) {
-    if (coded && groups == 1 && weightBits <= 4) return weightBits < 4 ? 4 : 3;
+    if (coded && groups == 1 && weightBits <= 4) return weightBits <= kPlanesOfFourBlocks ? 4 : 3;
     return groups < 4 ? 2 : 1;
 }
 
