@@ -144,12 +144,14 @@ def tasks(
     check_json_path(json_path)
     from quantkit.evaluation.tasks import TaskOptions, check_tasks, evaluate_tasks
     from quantkit.models.loading import load_model, resolve_model
+    from quantkit.runtime.expanded_weights import expanded_on_cpu
 
     options = TaskOptions(tuple(tasks.split(",")), task_path, data_dir, limit, batch_size)
     check_tasks(options)
     resolve_model(model)
     loaded, tokenizer = load_model(model, device=chosen_device(device))
-    scores = evaluate_tasks(loaded, tokenizer, options)
+    with expanded_on_cpu(loaded):
+        scores = evaluate_tasks(loaded, tokenizer, options)
     rows = [
         [s.task, s.metric, f"{s.value:.4f}", "" if s.stderr is None else f"{s.stderr:.4f}", str(s.examples)]
         for s in scores

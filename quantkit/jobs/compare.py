@@ -26,6 +26,7 @@ from quantkit.models.loading import is_quantized, load_model, open_evaluated, re
 from quantkit.models.stream import structure
 from quantkit.models.streaming import activations_dtype
 from quantkit.progress import say
+from quantkit.runtime.expanded_weights import expanded_on_cpu
 from quantkit.runtime.generation import captured_step, start
 
 _PROMPT_TOKENS, _NEW_TOKENS = 32, 16
@@ -127,7 +128,10 @@ def _run_whole(
         say(f"{short}; its time per token is left out")
         return None, ()
     loaded, tokenizer = load_model(model, device=device)
-    scores = evaluate_tasks(loaded, tokenizer, tasks) if tasks is not None else []
+    scores = []
+    if tasks is not None:
+        with expanded_on_cpu(loaded):
+            scores = evaluate_tasks(loaded, tokenizer, tasks)
     return milliseconds_per_token(loaded), tuple(scores)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from quantkit.formats.bipolar import BipolarSpec
 from quantkit.models.loading import load_model
 from quantkit.nn.quantized_linear import QuantizedLinear
-from quantkit.runtime.expanded_weights import expand_weights, expanded
+from quantkit.runtime.expanded_weights import expand_weights, expanded, expanded_on_cpu
 from tests.pipeline import quantize_tiny
 
 IDS = torch.tensor([[5, 40, 100, 7, 22]])
@@ -53,6 +53,21 @@ def test_without_memory_the_weights_stay(checkpoint: Path, monkeypatch: pytest.M
     expansion = expand_weights(model)
     assert not expansion.done
     assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == expansion.linears
+
+
+def test_requests_find_weights_expanded_or_are_told_that_they_are_not(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = load_model(str(checkpoint))
+    held = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    with expanded_on_cpu(model):
+        assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+    assert [module for module in model.modules() if isinstance(module, QuantizedLinear)] == held
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 30))
+    with expanded_on_cpu(model):
+        assert [module for module in model.modules() if isinstance(module, QuantizedLinear)] == held
+    assert "too little memory" in capsys.readouterr().err
 
 
 def test_quantized_activations_stay_integers() -> None:
