@@ -16,9 +16,6 @@ from quantkit.errors import RecipeError, StatsError
 
 RoundColumn = Callable[[int, Tensor], Tensor]
 """(column index, values [N] fp32) -> the values [N] that the format stores for them."""
-BeginGroup = Callable[[int, Tensor], None]
-"""(first column, values [N, g] fp32, errors of earlier columns included): refit whatever round_column uses."""
-
 RoundBlock = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(first column index, values [C, N], factor [C, C] of the inverse Hessian) -> (what the format stores for them, what
 is left of each column before it is divided among those behind), [C, N] each: the loop over a block, in one step."""
@@ -66,24 +63,16 @@ def gptq(
     round_column: RoundColumn | None,
     *,
     options: GptqOptions,
-    group_size: int = 0,
-    begin_group: BeginGroup | None = None,
     round_block: RoundBlock | None = None,
 ) -> GptqResult:
     """Round weight [N, K] so that tr((W - W') H (W - W')^T) stays small; H [K, K] is E[x x^T].
 
     hessian: H, or its factor where that is known; the columns then go in their own order.
     round_column: called once per column, in the order of the columns, or of falling H[k, k] with act_order.
-    begin_group: called before the first column of every ``group_size`` consecutive columns with the group's present
-        values; the last group may be narrower. Not with act_order, which has no groups in its order: fit scales before.
-    round_block: in place of round_column, which may then be None, for groups of whole blocks and columns in their own
-        order.
+    round_block: in place of round_column, which may then be None, for columns in their own order.
     Columns that no input reaches (H[k, k] = 0) are rounded as they are and take no part in the compensation.
-    Raises StatsError where H is not finite, or not positive definite at any damping; RecipeError for act_order
-    together with begin_group.
+    Raises StatsError where H is not finite, or not positive definite at any damping.
     """
-    if begin_group is not None and options.act_order:
-        raise RecipeError("act_order: true cannot be combined with scales refitted per group; choose one")
     if isinstance(hessian, InverseFactor):
         order, known = torch.arange(weight.shape[1], device=weight.device), hessian
     else:
@@ -95,20 +84,11 @@ def gptq(
     for start in range(0, len(columns), options.block_columns):
         stop = min(start + options.block_columns, len(columns))
         if round_block is not None:
-            if begin_group is not None and start % group_size == 0:
-                begin_group(start, rows[start : start + group_size].t())
             rows[start:stop], errors = round_block(start, rows[start:stop], factor[start:stop, start:stop])
             rows[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
             continue
         errors = torch.empty_like(rows[start:stop])
         for i in range(start, stop):
-            if begin_group is not None and i % group_size == 0:
-                group = rows[i : i + group_size].clone()
-                # Errors of this block have reached only its own columns so far.
-                done = errors[: i - start].t() @ factor[start:i, max(stop, i) : i + group_size]
-                if done.shape[1]:
-                    group[max(stop, i) - i :] -= done.t()
-                begin_group(i, group.t())
             exact = rows[i].clone()
             assert round_column is not None
             rows[i] = round_column(columns[i], exact)

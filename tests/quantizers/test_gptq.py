@@ -109,51 +109,6 @@ def test_impossible_hessians_are_refused(hessian: Tensor, match: str) -> None:
         inverse_factor(hessian, 0.01)
 
 
-@pytest.mark.parametrize(("group", "block"), [(8, 64), (8, 3), (8, 5), (8, 12)], ids=["inside", "3", "5", "12"])
-def test_groups_see_the_errors_of_all_columns_before_them(group: int, block: int) -> None:
-    weight, hessian = torch.randn(4, 21), _correlated_hessian(21)
-    seen: dict[int, Tensor] = {}
-
-    def begin(first: int, values: Tensor) -> None:
-        seen[first] = values.clone()
-
-    columns: dict[int, Tensor] = {}
-
-    def watch(column: int, values: Tensor) -> Tensor:
-        columns[column] = values.clone()
-        return _round(column, values)
-
-    options = GptqOptions(block_columns=block)
-    gptq(weight, hessian, watch, options=options, group_size=group, begin_group=begin)
-    assert [(first, values.shape[1]) for first, values in seen.items()] == [(0, 8), (8, 8), (16, 5)]
-    for first, values in seen.items():
-        torch.testing.assert_close(values[:, 0], columns[first], rtol=FP32_RTOL, atol=FP32_RTOL)
-    # What a group sees does not depend on how updates are blocked.
-    reference: dict[int, Tensor] = {}
-    gptq(
-        weight,
-        hessian,
-        _round,
-        options=GptqOptions(block_columns=1),
-        group_size=group,
-        begin_group=lambda first, values: reference.__setitem__(first, values.clone()),
-    )
-    for first, values in seen.items():
-        torch.testing.assert_close(values, reference[first], rtol=FP32_RTOL, atol=FP32_RTOL)
-
-
-def test_act_order_and_groups_in_order_exclude_each_other() -> None:
-    with pytest.raises(RecipeError, match="act_order"):
-        gptq(
-            torch.randn(2, 8),
-            torch.eye(8),
-            _round,
-            options=GptqOptions(act_order=True),
-            group_size=4,
-            begin_group=lambda first, values: None,
-        )
-
-
 @pytest.mark.parametrize("damping", [0.0, -1.0, 2.0])
 def test_damping_is_a_share(damping: float) -> None:
     with pytest.raises(RecipeError, match="damping"):

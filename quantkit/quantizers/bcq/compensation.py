@@ -1,7 +1,8 @@
 """Codes chosen against the Hessian E[x x^T]: GPTQ's order first, then descent on codes and scales in turn.
 
 Sources: Frantar et al. 2022 (GPTQ: each column's error is moved to the columns behind it); Behdin et al. 2023
-(QuantEase: cyclic coordinate descent on the same loss). The group-wise refit of binary-coding scales against the
+(QuantEase: cyclic coordinate descent on the same loss); Chen et al. 2026 (BPDQ, arXiv 2602.04163: planes and scales of a
+group refined against its part of the inverse Hessian while errors move on). The refit of scales against the whole row's
 Hessian is our own.
 """
 
@@ -33,13 +34,26 @@ _LEAST_DAMPING = 1e-6
 _MEMO = "compensation"
 
 
-def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: float) -> tuple[GroupCodes, Tensor]:
+@dataclass(frozen=True)
+class Refining:
+    """How a group is refined before its errors move on. sweeps: see ``refine``. offset: whether the format has one."""
+
+    sweeps: int
+    offset: bool
+
+
+UNREFINED = Refining(0, offset=True)
+
+
+def compensate(
+    layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: float, refining: Refining = UNREFINED
+) -> tuple[GroupCodes, Tensor]:
     """Code a weight [N, K] column by column, the levels of each group fitted to what compensation has made of it.
 
     Groups of large inputs come first, and large inputs first in each group. The importance of column k in a fit is
     1 / U[k, k]^2, U^T U = H^-1: what an error there still costs after the columns behind it have made up for it, which
     is the loss that this order minimizes. 8-bit scales are rounded before
-    their group's codes are chosen, so that compensation makes up for their rounding too.
+    their group's codes are chosen, so that compensation makes up for their rounding too. refining: of each group then.
     Returns the codes and the damped Hessian.
     Raises StatsError naming the layer where its Hessian is not finite or not positive definite at any damping.
     """
@@ -47,10 +61,11 @@ def compensate(layer: LayerInput, shape: CodeShape, fit: FitGroup, *, damping: f
         raise StatsError(f"{layer.name}: compensation needs a Hessian; pass a calibration artifact")
     found = ordered_hessian(layer, group_width(shape.group_size, layer.weight.shape[1]), damping)
     weight = layer.weight[:, found.order.columns]
-    coding = _code_in_order(weight, found.factor, shape, fit, ScaleGrid())
-    if shape.coded_scales:  # the factors must be there before the first group: once more, with those of the fp16 scales
+    coded = shape.coded_scales
+    coding = _code_in_order(weight, found.factor, shape, fit, ScaleGrid(), UNREFINED if coded else refining)
+    if coded:  # the factors must be there before the first group: once more, with those of the fp16 scales
         grid = roomy_grid(coding.scales, coding.offset, _ROOM)
-        coding = _code_in_order(weight, found.factor, shape, fit, grid)
+        coding = _code_in_order(weight, found.factor, shape, fit, grid, refining)
     return found.order.restored(coding), found.damped
 
 
@@ -118,43 +133,55 @@ def group_order(diagonal: Tensor, width: int) -> Order:
 
 
 def _code_in_order(
-    weight: Tensor,
-    factor: InverseFactor,
-    shape: CodeShape,
-    fit: FitGroup,
-    grid: ScaleGrid,
+    weight: Tensor, factor: InverseFactor, shape: CodeShape, fit: FitGroup, grid: ScaleGrid, refining: Refining
 ) -> GroupCodes:
+    """Group after group: levels, codes, and what the group leaves of its values divided among the columns behind."""
+    coding, left, columns = GroupCodes.empty(weight, shape, grid), weight.clone(), weight.shape[1]
     importance = factor.upper.diagonal().square().reciprocal()
-    coding = GroupCodes.empty(weight, shape, grid)
-    coder: list[Coder] = []
-
-    def begin(first: int, values: Tensor) -> None:
-        weights = importance[first : first + values.shape[1]]
-        fitted = fit(values.contiguous(), (weights / weights.max()).expand(values.shape).contiguous())
-        coder[:] = [fitted if grid.factors is None else _rounded_levels(fitted, grid)]
-        coding.scales[:, :, first // coding.width] = coder[0].scales
-        coding.offset[:, first // coding.width] = coder[0].offset
-
-    def round_column(column: int, values: Tensor) -> Tensor:
-        found, levels = coder[0].encode(values[:, None])
-        coding.codes[:, column] = found[:, 0]
-        return levels[:, 0]
-
-    def round_block(first: int, values: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-        block = kernels.columns_of(coding, slice(first, first + len(values)))
-        return round_columns(values, factor, block)
-
-    options = GptqOptions(block_columns=kernels.block_columns(coding.width) if weight.is_cuda else _BLOCK_COLUMNS)
-    gptq(
-        weight,
-        factor,
-        round_column,
-        options=options,
-        group_size=coding.width,
-        begin_group=begin,
-        round_block=round_block if weight.is_cuda else None,
-    )
+    for group, first in enumerate(range(0, columns, coding.width)):
+        span = slice(first, min(first + coding.width, columns))
+        values, own = left[:, span].contiguous(), InverseFactor(factor.upper[span, span].contiguous(), factor.damping)
+        weights = importance[span]
+        levels = fit(values, (weights / weights.max()).expand(values.shape).contiguous())
+        if grid.factors is not None:
+            levels = _rounded_levels(levels, grid)
+        found = _code_group(values, own, levels, grid)
+        if refining.sweeps and coding.width < columns:  # a group that is the whole row is refined as such
+            found = _refine_group(values, own, found, refining)
+        coding.codes[:, span] = found.codes
+        coding.scales[:, :, group], coding.offset[:, group] = found.scales[:, :, 0], found.offset[:, 0]
+        if span.stop < columns:
+            errors = torch.linalg.solve_triangular(own.upper, values - found.dequantize(), upper=True, left=False)
+            left[:, span.stop :].addmm_(errors, factor.upper[span, span.stop :], alpha=-1)
     return coding
+
+
+def _code_group(values: Tensor, factor: InverseFactor, levels: Coder, grid: ScaleGrid) -> GroupCodes:
+    """Codes of one group [N, g] by GPTQ within it."""
+    codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
+    coding = GroupCodes(codes, levels.scales[:, :, None], levels.offset[:, None], values.shape[1], grid)
+
+    def round_column(column: int, exact: Tensor) -> Tensor:
+        found, nearest = levels.encode(exact[:, None])
+        codes[:, column] = found[:, 0]
+        return nearest[:, 0]
+
+    def round_block(first: int, exact: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+        return round_columns(exact, upper, kernels.columns_of(coding, slice(first, first + len(exact))))
+
+    if values.is_cuda:
+        options = GptqOptions(block_columns=kernels.block_columns(coding.width))
+        gptq(values, factor, None, options=options, round_block=round_block)
+    else:
+        gptq(values, factor, round_column, options=GptqOptions(block_columns=_BLOCK_COLUMNS))
+    return coding
+
+
+def _refine_group(values: Tensor, factor: InverseFactor, start: GroupCodes, refining: Refining) -> GroupCodes:
+    """Lower what the group's errors cost once the columns behind have made up for them: |(w - w') U_gg^-1|^2."""
+    identity = torch.eye(len(factor.upper), device=values.device)
+    inverse = torch.linalg.solve_triangular(factor.upper, identity, upper=True)
+    return refine(values, inverse @ inverse.t(), start, sweeps=refining.sweeps, offset=refining.offset)
 
 
 def _rounded_levels(coder: Coder, grid: ScaleGrid) -> Coding:

@@ -14,7 +14,7 @@ from quantkit.formats.hadamard import block_width
 from quantkit.ops.solve.op import FitOptions, fit_groups
 from quantkit.quantizers.base import ACTIVATIONS, LayerInput, check_hessian_kind, check_rotate
 from quantkit.quantizers.bcq.coding import CodeShape, code_groups
-from quantkit.quantizers.bcq.compensation import compensate, refine
+from quantkit.quantizers.bcq.compensation import Refining, compensate, refine
 from quantkit.quantizers.bcq.groups import weighted_error
 from quantkit.quantizers.bcq.levels import Coding, Nearest, sign_table
 from quantkit.quantizers.bcq.systems import solve_positive
@@ -34,6 +34,7 @@ class BcqSettings:
     """weight_bits: q, planes, 1-8. group_size: g, columns per scale, -1 for the row. offset: store a constant per
     group. rounds: upper limit of alternations between scales and signs. compensate: choose signs and scales against
     E[x x^T] of the calibration text instead of its diagonal, GPTQ first, then ``sweeps`` rounds of descent.
+    group_sweeps: such rounds of each group during GPTQ, before what it leaves moves to the columns behind.
     damping: share of each diagonal element of E[x x^T] added to it. scale_bits: 16, or 8 for scales and offsets as
     codes with a factor per row. rotate: true folds a Hadamard rotation of the residual stream into the weights first;
     online also one of the heads' values, and rotates what flows into the FFN's last Linear as the model runs.
@@ -46,6 +47,7 @@ class BcqSettings:
     rounds: int = 15
     compensate: bool = False
     sweeps: int = 3
+    group_sweeps: int = 0
     damping: float = 0.5
     scale_bits: int = 16
     rotate: bool | str = False
@@ -60,6 +62,12 @@ class BcqSettings:
             raise RecipeError(f"rounds is {self.rounds}; choose 0 or more")
         if self.sweeps < 0:
             raise RecipeError(f"sweeps is {self.sweeps}; choose 0 or more")
+        if self.group_sweeps < 0:
+            raise RecipeError(f"group_sweeps is {self.group_sweeps}; choose 0 or more")
+        if self.group_sweeps and not self.compensate:
+            raise RecipeError(
+                f"group_sweeps is {self.group_sweeps}: groups are refined in compensation; set compensate: true"
+            )
         check_rotate(self.rotate)
         check_hessian_kind(self.hessian, used=self.compensate)
         GptqOptions(damping=self.damping)
@@ -171,7 +179,8 @@ def quantize(layer: LayerInput, settings: BcqSettings) -> PackedWeight:
 
     shape = CodeShape(settings.weight_bits, settings.group_size, settings.scale_bits)
     if settings.compensate:
-        start, hessian = compensate(layer, shape, fit, damping=settings.damping)
+        refining = Refining(settings.group_sweeps, settings.offset)
+        start, hessian = compensate(layer, shape, fit, damping=settings.damping, refining=refining)
         coding = refine(layer.weight, hessian, start, sweeps=settings.sweeps, offset=settings.offset)
     else:
         coding = code_groups(layer.weight, layer.importance(), shape, fit)

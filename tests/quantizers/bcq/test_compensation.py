@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from quantkit.errors import StatsError
+from quantkit.errors import RecipeError, StatsError
 from quantkit.formats.bcq import SCALE_BITS
 from quantkit.formats.table import dequantize
 from quantkit.quantizers import rounding
@@ -48,6 +49,34 @@ def test_compensated_coding_lowers_the_output_error(group_size: int, offset: boo
     assert compensated[0] < 0.8 * plain
     assert compensated[2] <= compensated[1] <= compensated[0] * (1 + FP32_RTOL)
     assert compensated[2] < 0.995 * compensated[0]
+
+
+@pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
+@pytest.mark.parametrize("offset", [True, False], ids=["offset", "no-offset"])
+def test_refined_groups_leave_less_for_the_columns_behind(offset: bool, scale_bits: int) -> None:
+    settings = BcqSettings(2, 32, offset, compensate=True, sweeps=0, scale_bits=scale_bits, damping=0.01)
+    losses = [
+        sum(
+            _loss(layer, dequantize(bcq.quantize(layer, replace(settings, group_sweeps=group_sweeps))))
+            for layer in (_layer(seed=seed) for seed in range(3))
+        )
+        for group_sweeps in (0, 3)
+    ]
+    assert losses[1] < 0.97 * losses[0]
+
+
+def test_a_group_that_is_the_row_is_refined_as_a_row() -> None:
+    layer, settings = _layer(), BcqSettings(weight_bits=2, group_size=-1, compensate=True)
+    once, twice = (bcq.quantize(layer, replace(settings, group_sweeps=group_sweeps)) for group_sweeps in (0, 2))
+    assert all(torch.equal(tensor, twice.tensors[name]) for name, tensor in once.tensors.items())
+
+
+@pytest.mark.parametrize(
+    "values", [{"group_sweeps": -1, "compensate": True}, {"group_sweeps": 1}], ids=["negative", "plain"]
+)
+def test_group_sweeps_that_cannot_be_done_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="group_sweeps is"):
+        BcqSettings(**values)
 
 
 def test_compensated_rounding_lowers_the_output_error() -> None:

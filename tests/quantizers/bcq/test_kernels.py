@@ -60,14 +60,21 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(
-    ("group_size", "offset", "scale_bits"),
-    [(64, True, 16), (128, False, 16), (88, True, 16), (-1, True, 16), (32, True, 8)],
-    ids=["64", "no-offset-short-last-group", "88", "row-wise", "8-bit-scales"],
+    ("group_size", "offset", "scale_bits", "group_sweeps"),
+    [(64, True, 16, 0), (128, False, 16, 2), (88, True, 16, 0), (-1, True, 16, 2), (32, True, 8, 0), (88, True, 8, 2)],
+    ids=["64", "no-offset-short-last-group", "88", "row-wise", "8-bit-scales", "8-bit-scales-refined-groups"],
 )
 def test_kernels_steps_are_the_loops(
-    group_size: int, offset: bool, scale_bits: int, layer: LayerInput, by_kernels: Callable[[], None]
+    group_size: int,
+    offset: bool,
+    scale_bits: int,
+    group_sweeps: int,
+    layer: LayerInput,
+    by_kernels: Callable[[], None],
 ) -> None:
-    settings = BcqSettings(3, group_size, offset, compensate=True, sweeps=2, scale_bits=scale_bits)
+    settings = BcqSettings(
+        3, group_size, offset, compensate=True, sweeps=2, scale_bits=scale_bits, group_sweeps=group_sweeps
+    )
     looped = quantize(layer, settings)
     by_kernels()
     layer.memo.clear()
