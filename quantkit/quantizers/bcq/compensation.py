@@ -1,9 +1,9 @@
 """Codes chosen against the Hessian E[x x^T]: GPTQ's order first, then descent on codes and scales in turn.
 
 Sources: Frantar et al. 2022 (GPTQ: each column's error is moved to the columns behind it); Behdin et al. 2023
-(QuantEase: cyclic coordinate descent on the same loss); Chen et al. 2026 (BPDQ, arXiv 2602.04163: planes and scales of a
-group refined against its part of the inverse Hessian while errors move on). The refit of scales against the whole row's
-Hessian is our own.
+(QuantEase: cyclic coordinate descent on the same loss); Chen et al. 2026 (BPDQ, arXiv 2602.04163: planes and scales of
+a group refined against its part of the inverse Hessian while errors move on). The refit of scales against the whole
+row's Hessian is our own.
 """
 
 from __future__ import annotations
