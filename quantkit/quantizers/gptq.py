@@ -80,9 +80,9 @@ def gptq(
         known = inverse_factor(hessian[order][:, order], options.damping)
     factor = known.upper
     rows = weight.t()[order].contiguous()  # [K, N]: a column of W is contiguous
-    columns = order.tolist()
-    for start in range(0, len(columns), options.block_columns):
-        stop = min(start + options.block_columns, len(columns))
+    columns = order.tolist() if round_block is None else []  # a GPU's would be waited for
+    for start in range(0, len(order), options.block_columns):
+        stop = min(start + options.block_columns, len(order))
         if round_block is not None:
             rows[start:stop], errors = round_block(start, rows[start:stop], factor[start:stop, start:stop])
             rows[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)

@@ -159,7 +159,8 @@ def _code_in_order(
 def _code_group(values: Tensor, factor: InverseFactor, levels: Coder, grid: ScaleGrid) -> GroupCodes:
     """Codes of one group [N, g] by GPTQ within it."""
     codes = torch.empty(values.shape, dtype=torch.uint8, device=values.device)
-    coding = GroupCodes(codes, levels.scales[:, :, None], levels.offset[:, None], values.shape[1], grid)
+    scales, offset = levels.scales[:, :, None].contiguous(), levels.offset[:, None].contiguous()
+    coding = GroupCodes(codes, scales, offset, values.shape[1], grid)
 
     def round_column(column: int, exact: Tensor) -> Tensor:
         found, nearest = levels.encode(exact[:, None])
