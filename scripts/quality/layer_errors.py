@@ -7,7 +7,7 @@ Perplexity and KL of a small model at 2 bits move by some per cent when a sum is
 answers those before it. Here every layer starts from the same inputs. Shuffled windows of the calibration text are cut
 into three parts: recipes take the Hessian of the first and of the second, and errors are measured on the third. A row's
 ratio is the mean over layers and parts of its error over that of the first recipe; its standard error is that of
-this mean. Rows already in the JSON file are kept.
+this mean. Rows already in the JSON file are kept; they must be of the same windows and Linears.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quantkit.quantizers.base import LayerInput
 from quantkit.recipe import load_recipe
 from scripts.common import command_line, environment_of, markdown_table, read_document, run_script, write_document
 
-OF_OWN_INPUTS = ("bcq", "rtn", "hqq", "trellis")
+WEIGHT_ONLY = ("bcq", "rtn", "trellis")
 PARTS = 3  # two to quantize by, one to measure on
 BATCH = 4  # windows at once
 
@@ -83,22 +83,23 @@ def relative_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
 def errors(recipe: str, linears: dict[str, nn.Module], given: Hessians) -> dict[str, list[float]]:
     """By layer: the error on the last part when quantized by each of the others.
 
-    Raises EvaluationError for a recipe that edits the model first, or quantizes inputs.
+    Raises EvaluationError for a recipe that edits the model first, quantizes inputs or takes no Hessian.
     """
     name, *settings = recipe.split("+")
     plans = plan_layers(load_recipe(name, settings), list(linears))
     *known, held_out = given
     found: dict[str, list[float]] = {}
     for layer, plan in plans.items():
-        if plan.method not in OF_OWN_INPUTS or getattr(plan.settings, "rotate", False):
+        method = METHODS[plan.method]
+        if plan.method not in WEIGHT_ONLY or plan.settings.rotate or not method.needs_hessian(plan.settings):
             raise EvaluationError(
-                f"--recipes {recipe}: only what quantizes a Linear from its own inputs can be compared"
+                f"--recipes {recipe}: only what codes a weight against its own Hessian can be compared"
             )
         weight = linear_weight(linears[layer]).detach().float()
         found[layer] = [
             relative_error(
                 weight,
-                dequantize(METHODS[plan.method].quantize(LayerInput(layer, weight, hessian=one[layer]), plan.settings)),
+                dequantize(method.quantize(LayerInput(layer, weight, hessian=one[layer]), plan.settings)),
                 held_out[layer],
             )
             for one in known
@@ -154,13 +155,19 @@ def main() -> None:
         raise EvaluationError(
             f"--windows {options.windows}, --every {options.every}: at least {PARTS} and 1 are needed"
         )
+    given_by = {"model": options.name or Path(options.model).name}
+    given_by |= {name: getattr(options, name) for name in ("windows", "seq_len", "every")}
+    document = read_document(options.json, {**given_by, "rows": []})
+    if any(document.get(name) != value for name, value in given_by.items()):
+        raise EvaluationError(
+            f"--json {options.json}: holds rows of another model, windows or Linears; name another file"
+        )
     model, tokenizer = load_model(options.model, dtype=torch.float32)
     ids = tokenize(tokenizer, load_text(None, options.calibration_text, split="train").text, name="--calibration-text")
     windows = shuffled_windows(ids, options.seq_len, options.windows, seed=0, name="--calibration-text")
     every = block_linears(model)
     linears = {name: every[name] for name in list(every)[:: options.every]}
     given = hessians(model, linears, windows)
-    document = read_document(options.json, {"model": options.name or Path(options.model).name, "rows": []})
     done = {row["recipe"]: row["errors"] for row in document["rows"]}
     for recipe in options.recipes:
         if recipe not in done:

@@ -27,7 +27,7 @@ def test_rows_stand_beside_the_first_recipe(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    recipes = ["bcq-w2-g64+group_size=32", "bcq-w4-g128+group_size=32"]
+    recipes = ["best-2bit+group_size=32", "best-4bit+group_size=32"]
     arguments = _arguments(tiny_model("llama"), text_file, tmp_path / "e.json", *recipes)
     monkeypatch.setattr(sys, "argv", arguments)
     layer_errors.main()
@@ -39,7 +39,10 @@ def test_rows_stand_beside_the_first_recipe(
     ]
     assert second["ratio"] == pytest.approx(sum(ratios) / len(ratios))
     assert second["ratio"] < 0.2  # a sixteenth for two bits more, about
-    assert "| bcq-w4-g128+group_size=32 | " in capsys.readouterr().out
+    assert "| best-4bit+group_size=32 | " in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*arguments, "--every", "2"])
+    with pytest.raises(EvaluationError, match="name another file"):
+        layer_errors.main()
 
 
 def test_an_error_is_that_of_the_outputs_over_the_outputs() -> None:
@@ -49,11 +52,11 @@ def test_an_error_is_that_of_the_outputs_over_the_outputs() -> None:
     assert layer_errors.relative_error(weight, other, x.t() @ x) == pytest.approx(float(expected), rel=1e-4)
 
 
-@pytest.mark.parametrize("recipe", ["flatten-o1", "best-2bit+rotate=true"])
-def test_recipes_that_edit_the_model_are_refused(
+@pytest.mark.parametrize("recipe", ["flatten-o1", "best-2bit+rotate=true", "bcq-w4-g128"])
+def test_recipes_that_cannot_be_compared_are_refused(
     recipe: str, tiny_model: Callable[[str], Path], text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", _arguments(tiny_model("llama"), text_file, tmp_path / "e.json", recipe))
-    with pytest.raises(EvaluationError, match="from its own inputs"):
+    with pytest.raises(EvaluationError, match="its own Hessian"):
         layer_errors.main()
     assert not (tmp_path / "e.json").exists()
