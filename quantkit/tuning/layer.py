@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from quantkit.formats.base import PackedWeight
 from quantkit.formats.bcq import BcqSpec, BcqTensors, group_width
 from quantkit.formats.hadamard import rotate
-from quantkit.formats.planes import pack_codes, unpack_codes
+from quantkit.formats.planes import code_signs, pack_codes, unpack_codes
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.bcq.levels import Coding
 from quantkit.quantizers.bcq.scales import ScaleGrid
@@ -108,15 +108,11 @@ class TunedLinear(TunedPart):
             return torch.where(inside.isfinite(), inside, wanted)
 
 
-def _planes(codes: Tensor, bits: int) -> list[Tensor]:
-    return [((codes >> i) & 1).float() * 2 - 1 for i in range(bits)]
-
-
 def _dequantized(scales: Tensor, offset: Tensor, codes: Tensor, width: int) -> Tensor:
     """[N, G * g] of scales [q, N, G], offset [N, G] and codes [N, G * g]."""
     grouped = codes.unflatten(1, (-1, width))
     weight = offset[..., None].expand(grouped.shape).clone()
-    for scale, plane in zip(scales, _planes(grouped, len(scales)), strict=True):
+    for scale, plane in zip(scales, code_signs(grouped, len(scales)), strict=True):
         weight.addcmul_(plane, scale[..., None])
     return weight.flatten(1)
 
@@ -134,7 +130,7 @@ class _Dequantize(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (codes,) = ctx.saved_tensors
         grouped = gradients[0].unflatten(1, (-1, ctx.width))
-        planes = _planes(codes.unflatten(1, (-1, ctx.width)), ctx.bits)
+        planes = code_signs(codes.unflatten(1, (-1, ctx.width)), ctx.bits)
         scales = torch.stack([(grouped * plane).sum(dim=-1) for plane in planes])
         latent = gradients[0] if ctx.needs_input_grad[0] else None
         return latent, scales, grouped.sum(dim=-1), None, None

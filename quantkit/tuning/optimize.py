@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import StatsError
 from quantkit.progress import track
-from quantkit.tuning.part import TunedPart
+from quantkit.tuning.part import TunedPart, expanded_once
 from quantkit.tuning.settings import TuneSettings
 
 _BETAS = (0.9, 0.99)
@@ -87,8 +87,9 @@ def tune(
         batches = order.split(settings.batch)
         for batch in track(batches, f"tuning, pass {epoch} of {settings.epochs}") if objective.shown else batches:
             optimizer.zero_grad(set_to_none=True)
-            for part in batch.split(objective.at_once):
-                (objective.loss(part) * (len(part) / len(batch))).backward()
+            with expanded_once(parts):
+                for part in batch.split(objective.at_once):
+                    (objective.loss(part) * (len(part) / len(batch))).backward()
             optimizer.step()
             schedule.step()
         passes.append(state.held_out_loss(objective, held_out))
@@ -123,6 +124,7 @@ class _State:
     """The values that are tuned, and the stored ones that they stand for."""
 
     def __init__(self, parts: Sequence[TunedPart], others: Sequence[nn.Parameter], dtype: torch.dtype):
+        self._parts = parts
         biases = [part.bias for part in parts if part.bias is not None]
         own = {id(bias) for bias in biases}
         self._floating = [*others, *biases]
@@ -146,7 +148,8 @@ class _State:
         exact = [p.clone() for p in self._floating]
         for parameter, value in zip(self._floating, self._rounded_floating(), strict=True):
             parameter.copy_(value)
-        total = sum(objective.loss(part).item() * len(part) for part in numbers.split(objective.at_once))
+        with expanded_once(self._parts):
+            total = sum(objective.loss(part).item() * len(part) for part in numbers.split(objective.at_once))
         for parameter, value in zip(self._floating, exact, strict=True):
             parameter.copy_(value)
         return total / len(numbers)

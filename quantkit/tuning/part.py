@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,17 +18,20 @@ from quantkit.nn.quantized_linear import QuantizedLinear
 class TunedPart(nn.Module, ABC):
     """y = x W^T + bias; the parameters are what W is made of, before they are rounded to what is stored.
 
-    latent: [N, G * g], the weights that codes are chosen for, or None for codes that stay.
+    latent: [N, G * g], the weights that codes are chosen for, or None for codes that stay. held: [N, K], what is
+    multiplied by inside of ``expanded_once``, else None.
     """
 
     scales: nn.Parameter
     latent: nn.Parameter | None
+    held: Tensor | None
 
     def __init__(self, linear: QuantizedLinear):
         """linear: whose values are taken over."""
         super().__init__()
         self.spec, self.shape, self._report_dtype = linear.spec, linear.shape, linear.compute_dtype
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().float())
+        self.held = None
 
     @property
     def weight(self) -> Tensor:
@@ -36,7 +41,8 @@ class TunedPart(nn.Module, ABC):
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] of x [..., K], both in fp32."""
         inputs = rotate(x) if self.spec.rotate_inputs else x
-        return nn.functional.linear(inputs, self.dequantize(), self.bias)
+        weight = self.dequantize() if self.held is None else self.held
+        return nn.functional.linear(inputs, weight, self.bias)
 
     @abstractmethod
     def dequantize(self) -> Tensor:
@@ -50,6 +56,26 @@ class TunedPart(nn.Module, ABC):
         """The Linear that stores the values at hand."""
         bias = None if self.bias is None else self.bias.detach()
         return QuantizedLinear.from_packed(self.packed(), bias, self._report_dtype)
+
+
+@contextmanager
+def expanded_once(parts: Sequence[TunedPart]) -> Iterator[None]:
+    """While entered, each Linear multiplies by one expanded weight, as the values are at the start.
+
+    On leaving, the gradient that the weights have gathered in all backward passes goes on to the values. The windows of
+    a step take most of their time expanding otherwise. Holds a weight and its gradient in fp32 for every Linear.
+    """
+    weights = [part.dequantize() for part in parts]
+    for part, weight in zip(parts, weights, strict=True):
+        part.held = weight.detach().requires_grad_(weight.requires_grad)
+    try:
+        yield
+        for part, weight in zip(parts, weights, strict=True):
+            if part.held is not None and part.held.grad is not None:  # experts may have had no token
+                weight.backward(part.held.grad)
+    finally:
+        for part in parts:
+            part.held = None
 
 
 class Straight(torch.autograd.Function):

@@ -13,12 +13,14 @@ from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
 from quantkit.tuning.layer import TunedLinear
+from quantkit.tuning.part import expanded_once
 
 N, K = 6, 40  # the last group of a row is shorter
 # Of a loss of about 10 in fp32, differences over a step of 1e-2: 2^-24 * 10 / 1e-2, and some room.
 GRADIENT_ATOL = 1e-3
 STEP = 1e-2
 PRODUCT_ATOL = 1e-5  # fp32 sums of 40 products, in another order
+SUM_RTOL = 1e-4  # gradients of two inputs, added before they are summed over a group or after
 SETTINGS = [
     BcqSettings(weight_bits=2, group_size=16),
     BcqSettings(weight_bits=3, group_size=16, offset=False),
@@ -83,6 +85,38 @@ def test_gradients_of_scales_and_offset_are_those_of_finite_differences(
                 parameter.view(-1)[index] = value
                 numeric.view(-1)[index] = (ends[0] - ends[1]) / (2 * STEP)
         torch.testing.assert_close(parameter.grad, numeric, atol=GRADIENT_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=IDS)
+@pytest.mark.parametrize("chosen_again", [True, False], ids=["codes", "fixed"])
+def test_a_weight_expanded_once_gathers_the_gradients_of_all_backward_passes(
+    settings: BcqSettings, chosen_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized, weight = linear(settings)
+    original = weight if chosen_again else None
+    apart, together, unused = (TunedLinear(quantized, original) for _ in range(3))
+    inputs = [torch.randn(5, K) for _ in range(2)]
+    for x in inputs:
+        apart(x).square().sum().backward()
+    expand, expanded = TunedLinear.dequantize, []
+
+    def counted(part: TunedLinear) -> Tensor:
+        expanded.append(part)
+        return expand(part)
+
+    monkeypatch.setattr(TunedLinear, "dequantize", counted)
+    with expanded_once([together, unused]):
+        for x in inputs:
+            together(x).square().sum().backward()
+    assert expanded == [together, unused]
+    for name, parameter in apart.named_parameters():
+        assert parameter.grad is not None
+        found = together.get_parameter(name).grad
+        torch.testing.assert_close(found, parameter.grad, rtol=SUM_RTOL, atol=GRADIENT_ATOL)
+    assert all(parameter.grad is None for parameter in unused.parameters())
+    with torch.no_grad():
+        together.scales.add_(1)
+    assert not torch.equal(together(inputs[0]), apart(inputs[0]))  # it expands anew outside
 
 
 def test_latent_weights_get_the_gradient_of_the_weight() -> None:

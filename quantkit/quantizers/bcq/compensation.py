@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quantkit.errors import StatsError
 from quantkit.formats.bcq import group_width
+from quantkit.formats.planes import code_signs
 from quantkit.ops.solve.op import round_columns
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq import kernels
@@ -235,7 +236,7 @@ def _refit_scales(weight: Tensor, hessian: Tensor, start: GroupCodes, *, offset:
     pressure = (weight - start.dequantize()) @ hessian  # [N, K]
     for group, first in enumerate(range(0, weight.shape[1], start.width)):
         span = slice(first, min(first + start.width, weight.shape[1]))
-        planes = [((codes[:, span] >> i) & 1).float() * 2 - 1 for i in range(start.bits)]
+        planes = code_signs(codes[:, span], start.bits)
         basis = torch.stack([*planes, torch.ones_like(planes[0])] if offset else planes, dim=1)  # [N, U, g]
         normal = ((basis @ hessian[span, span]) @ basis.transpose(1, 2)).double()
         diagonal = normal.diagonal(dim1=1, dim2=2)

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from quantkit.formats.planes import code_signs
+
 
 @dataclass(frozen=True)
 class Coding:
@@ -82,4 +84,4 @@ def sign_table(scales: Tensor) -> Tensor:
     """[q, 2**q] fp32 for scales [q, G], on their device: +1 where bit i of the code is set, else -1."""
     bits = scales.shape[0]
     codes = torch.arange(2**bits, device=scales.device)
-    return torch.stack([((codes >> i) & 1).float() * 2 - 1 for i in range(bits)])
+    return torch.stack(code_signs(codes, bits))

@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.errors import RecipeError, StatsError
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.hadamard import block_width
-from quantkit.formats.planes import pack_codes
+from quantkit.formats.planes import code_signs, pack_codes
 from quantkit.formats.trellis import BLOCK_ROWS, FORMAT, TrellisSpec, TrellisTensors, check_rows, filter_rows
 from quantkit.ops.solve import trellis as kernels
 from quantkit.ops.solve.instances import MOST_COLUMNS
@@ -96,8 +96,8 @@ class Path:
 
     def units(self) -> Tensor:
         """What the codes stand for before scaling, [K, N] fp32."""
-        planes = [((self.codes.t() >> i) & 1).float() * 2 - 1 for i in range(len(self.filter))]
-        return filter_rows(torch.stack(planes), self.filter).t()
+        planes = torch.stack(code_signs(self.codes.t(), len(self.filter)))
+        return filter_rows(planes, self.filter).t()
 
     def weight(self) -> Tensor:
         """[K, N] fp32."""
