@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.calibration.artifact import Calibration
+from quantkit.models.experts import separate_experts
+from quantkit.models.loading import load_model
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,13 @@ class Peer:
     quantize: Callable[[Inputs, Setting], Quantized]
     how: str
     form: str = "BITS:GROUP"
+
+
+def loaded_for_peers(model: str, device: str) -> tuple[Any, Any]:
+    """(the model in fp32, tokenizer); experts that transformers fuses are Linears, by their names on the hub."""
+    loaded, tokenizer = load_model(model, dtype=torch.float32, device=device)
+    separate_experts(loaded)
+    return loaded, tokenizer
 
 
 def grouped(weights: Mapping[str, Tensor], setting: Setting, group_bits: int) -> Quantized:

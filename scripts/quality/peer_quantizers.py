@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quantkit.models.families import block_linears, linear_weight
-from quantkit.models.loading import load_model, resolve_model
+from quantkit.models.loading import resolve_model
 from scripts.quality.llamacpp import llamacpp
-from scripts.quality.peer import Inputs, Peer, Quantized, Setting, grouped
+from scripts.quality.peer import Inputs, Peer, Quantized, Setting, grouped, loaded_for_peers
 
 AUTOROUND_LIGHT = {"iters": 50, "lr": 5e-3}  # of its command auto-round-light
 
@@ -24,7 +24,7 @@ def hqq(inputs: Inputs, setting: Setting) -> Quantized:
     """HQQ needs no calibration text."""
     from hqq.core.quantize import Quantizer
 
-    loaded, _ = load_model(inputs.model, dtype=torch.float32, device=inputs.device)
+    loaded, _ = loaded_for_peers(inputs.model, inputs.device)
     weights = {}
     for name, module in block_linears(loaded).items():
         codes, meta = Quantizer.quantize(
@@ -67,7 +67,7 @@ def autoround(symmetric: bool, light: bool) -> Callable[[Inputs, Setting], Quant
 
         windows = inputs.calibration.windows
         batch = min(8, len(windows))  # its default
-        loaded, tokenizer = load_model(inputs.model, dtype=torch.float32, device=inputs.device)
+        loaded, tokenizer = loaded_for_peers(inputs.model, inputs.device)
         rounding = AutoRound(
             loaded,
             tokenizer,

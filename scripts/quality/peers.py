@@ -23,16 +23,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quantkit.calibration.artifact import Calibration, load_calibration
 from quantkit.errors import EvaluationError
 from quantkit.models.families import block_linears, linear_weight
-from quantkit.models.loading import load_model
 from scripts.common import chosen, environment_of, markdown_table, read_document, run_script, write_document
 from scripts.quality.llamacpp import OPTION
-from scripts.quality.peer import Inputs, Setting
+from scripts.quality.peer import Inputs, Setting, loaded_for_peers
 from scripts.quality.peer_quantizers import PEERS
 from scripts.quality.table import evaluation
 
@@ -64,7 +62,7 @@ def check(settings: list[Setting], llama_quantize: Path | None) -> None:
 
 def replaced(model: str, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write the model with these weights instead of its own, in fp32."""
-    loaded, tokenizer = load_model(model, dtype=torch.float32)
+    loaded, tokenizer = loaded_for_peers(model, "cpu")
     layers = block_linears(loaded)
     absent = layers.keys() ^ weights.keys()
     if absent:
