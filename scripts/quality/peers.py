@@ -60,9 +60,8 @@ def check(settings: list[Setting], llama_quantize: Path | None) -> None:
             raise EvaluationError(f"--peers {name}: needs llama.cpp's program; name its file: {OPTION} PATH")
 
 
-def replaced(model: str, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the model with these weights instead of its own, in fp32."""
-    loaded, tokenizer = loaded_for_peers(model, "cpu")
+def replaced(loaded: Any, tokenizer: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the model with these weights instead of those of its quantized Linears."""
     layers = block_linears(loaded)
     absent = layers.keys() ^ weights.keys()
     if absent:
@@ -84,13 +83,15 @@ def shown_command(options: argparse.Namespace, setting: Setting) -> str:
     return " ".join(["python scripts/quality/peers.py", options.name, *files, *sizes, *more])
 
 
-def measure(options: argparse.Namespace, setting: Setting, calibration: Calibration, work: Path) -> dict[str, Any]:
-    """One row: quantize by the peer, then evaluate by quantkit."""
+def measure(
+    options: argparse.Namespace, setting: Setting, calibration: Calibration, target: tuple[Any, Any], work: Path
+) -> dict[str, Any]:
+    """One row: quantize by the peer, then evaluate by quantkit. target: the model whose weights are replaced."""
     peer, folder, score = PEERS[setting.peer], str(work / setting.label.replace(":", "-")), work / "e.json"
     started = time.perf_counter()
     quantized = peer.quantize(Inputs(options.model, calibration, options.device, options.llama_quantize), setting)
     seconds = time.perf_counter() - started
-    replaced(options.model, quantized.weights, Path(folder))
+    replaced(*target, quantized.weights, Path(folder))
     row = {
         "model": options.name,
         "peer": setting.label,
@@ -145,12 +146,14 @@ def main() -> None:
     settings = [setting_of(text) for text in options.peers.split(",")]
     check(settings, options.llama_quantize)
     calibration = load_calibration(options.calibration)
+    # Before a peer is imported: GPTQModel changes how transformers makes experts.
+    target = loaded_for_peers(options.model, "cpu")
     document = read_document(options.json, {"rows": []})
     done = {key_of(row) for row in document["rows"]}
     with tempfile.TemporaryDirectory() as folder:
         for setting in settings:
             if (options.name, setting.label, len(calibration.windows)) not in done:
-                document["rows"].append(measure(options, setting, calibration, Path(folder)))
+                document["rows"].append(measure(options, setting, calibration, target, Path(folder)))
                 write_document(options.json, document)
     print(markdown(document["rows"]))
 
