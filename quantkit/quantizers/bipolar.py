@@ -194,9 +194,10 @@ def activation_clip(weight: Tensor, sample: Tensor, absmax: Tensor, settings: Bi
         values, step = act_values(sample, full * fraction, coding)
         return ((values.float() * step - sample) @ weight.T).square().sum().reshape(1)
 
-    fraction = _search(error, torch.ones(1, device=sample.device)) if settings.search else torch.ones(1)
+    whole = torch.ones(1, device=sample.device)
+    fraction = _search(error, whole) if settings.search else whole
     norm = (sample @ weight.T).square().sum().item()
-    return (full * fraction).float().cpu(), error(fraction.to(sample)).item() / norm if norm else 0.0
+    return (full * fraction).float(), error(fraction.to(sample)).item() / norm if norm else 0.0
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,19 @@ def test_one_bit_scale_is_near_the_mean_magnitude() -> None:
     torch.testing.assert_close(packed.tensors["scales"][:, 0].float(), expected, rtol=0.06, atol=0)  # an eighth octave
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("granularity", ["per_token", "per_tensor"])
+@pytest.mark.parametrize("search", [True, False])
+def test_what_is_stored_stays_on_the_gpu_of_the_layer(granularity: str, search: bool) -> None:
+    layer = _layer()
+    packed = quantize(
+        replace(layer, weight=layer.weight.cuda()), BipolarSettings(act_granularity=granularity, search=search)
+    )
+    assert {name: tensor.device.type for name, tensor in packed.tensors.items()} == dict.fromkeys(
+        packed.tensors, "cuda"
+    )
+
+
 def test_weight_only_needs_no_statistics() -> None:
     assert not needs_stats(BipolarSettings(4, 16))
     assert needs_stats(BipolarSettings(4, 8))
