@@ -111,8 +111,8 @@ def start(
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and capacity > limit:
         raise GenerationError(f"{capacity} tokens of prompt and answer exceed the model's {limit} positions")
-    cache, capacity = _static_cache(model, capacity)
     device = ids.device
+    cache, capacity = _static_cache(model, capacity, device)
     session = Session(
         model,
         cache,
@@ -150,10 +150,12 @@ def token_model(model: Any) -> TokenModel:
     return TokenModel(twin_of(model, forwards), layers)
 
 
-def _static_cache(model: Any, needed: int) -> tuple[Any, int]:
+def _static_cache(model: Any, needed: int, device: torch.device) -> tuple[Any, int]:
     """A cache of the model for ``needed`` tokens or some more, and for how many.
 
-    Within a sliding window nothing slides, so a layer that has one keeps its tokens like any other.
+    Within a sliding window nothing slides, so a layer that has one keeps its tokens like any other. What layers count
+    their tokens in stands on the device from the start: moving it there layer by layer, while the prompt runs, would
+    wait for the GPU each time.
     """
     from transformers import StaticCache
     from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
@@ -168,6 +170,10 @@ def _static_cache(model: Any, needed: int) -> tuple[Any, int]:
                     f"{needed} tokens of prompt and answer exceed the model's sliding window of {window}"
                 )
             cache.layers[index] = StaticLayer(max_cache_len=capacity)
+    counts = torch.zeros(len(cache.layers), dtype=torch.long, device=device)
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, StaticLayer):
+            layer.cumulative_length = counts[index]
     return cache, capacity
 
 
