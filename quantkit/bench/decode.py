@@ -28,6 +28,7 @@ from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import Layout, layout_for
 from quantkit.progress import track
 from quantkit.runtime.generation import Session, captured_step, next_logits, start, step
+from quantkit.runtime.shared_products import share_products
 
 _CHECKED_STEPS = 4
 _FIRST_TOKENS = 7  # timed on a GPU
@@ -167,6 +168,7 @@ def shaped_model(
                 module.layer_idx = index  # type: ignore[assignment]
         blocks.append(twin)
     config.num_hidden_layers = model.config.num_hidden_layers = shape.layers
+    share_products(model)
     return model
 
 

@@ -40,6 +40,7 @@ from quantkit.nn.table import Layout
 from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.fused_ffn import fuse_chains
 from quantkit.runtime.grouped_experts import group_experts
+from quantkit.runtime.shared_products import share_products
 from quantkit.storage.tensors import Verification, verifies
 
 
@@ -105,6 +106,7 @@ class QuantkitQuantizer(HfQuantizer):
         fuse_chains(model)
         group_experts(model)
         chunk_batches(model)
+        share_products(model)
         config = config_from_json(self.quantization_config.to_dict())
         attention = config.attention
         if config.prefix is not None:
@@ -225,7 +227,9 @@ def load_checkpoint(folder: str, *, device: str, dtype: torch.dtype | None, layo
     for module in model.modules():
         if isinstance(module, QuantizedLinear) and module not in routed:
             module.layout = layout
-    return model.to(device)
+    model = model.to(device)
+    share_products(model)
+    return model
 
 
 def check_readable(folder: Path) -> None:

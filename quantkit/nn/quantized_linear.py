@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,16 @@ from quantkit.formats.base import PackedWeight
 from quantkit.formats.flatten import FlattenSpec
 from quantkit.formats.table import FORMATS, format_name
 from quantkit.nn.table import LINEARS, Layout
+
+
+class Sharing(Protocol):
+    """A Linear's part of a product that it has in common with others (runtime/shared_products.py)."""
+
+    def __call__(self, module: QuantizedLinear, x: Tensor) -> Tensor:
+        """The module's y [..., N] for x [..., K]."""
+
+    def holds(self, module: QuantizedLinear) -> bool:
+        """Whether the module's tensors still are those of the product."""
 
 
 class QuantizedLinear(nn.Module):
@@ -29,6 +39,8 @@ class QuantizedLinear(nn.Module):
     """What ``prepare`` makes its order for."""
     follower: Callable[[Tensor], Any] | None = None
     """What runs in place of the product while the layers behind take more than a tensor (runtime/fused_ffn.py)."""
+    shared: Sharing | None = None
+    """What gives y where other Linears read the same input."""
 
     def __init__(self, spec: Any, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, device: Any):
         super().__init__()
@@ -75,7 +87,9 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         """x [..., K] -> y [..., N] in x's dtype; x and y may also be what the layers of a fused pair exchange."""
-        return self.multiply(x) if self.follower is None else self.follower(x)
+        if self.follower is not None:
+            return self.follower(x)
+        return self.multiply(x) if self.shared is None else self.shared(self, x)
 
     def multiply(self, x: Tensor) -> Tensor:
         """y [..., N] in x's dtype for x [..., K]."""
@@ -143,9 +157,14 @@ class QuantizedLinear(nn.Module):
     def _replace(self, tensors: Mapping[str, Tensor]) -> None:
         bias = self._parameters.pop("bias")
         self._parameters.clear()
+        self.shared = None
         for name, tensor in tensors.items():
             self.register_parameter(name, _frozen(tensor))
         self.register_parameter("bias", bias)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's tensors are its own, so it shares no product."""
+        return {name: value for name, value in self.__dict__.items() if name != "shared"}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -173,6 +192,8 @@ class QuantizedLinear(nn.Module):
             return tensor.to(moved.device) if stored and moved.dtype != tensor.dtype else moved
 
         super()._apply(move, recurse)
+        if self.shared is not None and not self.shared.holds(self):
+            self.shared = None
         if self.bias is not None:
             self.compute_dtype = self.bias.dtype
         self.prepare_for_device()

@@ -17,6 +17,7 @@ from quantkit.runtime.decoder_block import token_blocks
 from quantkit.runtime.grouped_experts import run_by_host
 from quantkit.runtime.norms import fast_norm
 from quantkit.runtime.sampling import Draw
+from quantkit.runtime.shared_products import share_products
 from quantkit.runtime.twin import Forward, is_watched, twin_of
 
 _WARM_UP_STEPS = 2
@@ -138,6 +139,7 @@ def token_model(model: Any) -> TokenModel:
     models get the same, so that their times compare.
     """
     with DEVICE_LOCK:  # products of merged Linears may be measured
+        share_products(model)  # for the prompts to come, where loading could not do it
         blocks = token_blocks(model)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the kernels read weights before their predecessors on the stream have ended
