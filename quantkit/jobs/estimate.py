@@ -148,8 +148,10 @@ def _block_tuning_memory(stream: ModelStream, shapes: Mapping[str, Shape], seq_l
     for name, (rows, columns) in shapes.items():
         blocks[stream.owner(name)] = blocks.get(stream.owner(name), 0) + rows * columns
     blocks.pop(None, None)
-    width = stream.model.config.get_text_config().hidden_size
-    return _PROCESS_BYTES + block_tuning_bytes(max(blocks.values()), seq_len, width, codes=tuning.block_codes)
+    text = stream.model.config.get_text_config()
+    outside = sum(p.numel() for name, p in stream.model.named_parameters() if stream.owner(name) is None)
+    sizes = max(blocks.values()), seq_len, text.hidden_size
+    return _PROCESS_BYTES + block_tuning_bytes(*sizes, tuning, outside=outside, vocabulary=text.vocab_size)
 
 
 def _memory(

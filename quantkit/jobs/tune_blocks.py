@@ -6,18 +6,20 @@ With several ranks the first one tunes, on the windows of all, and the others ta
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.jobs.block_work import BlockWork, Done
+from quantkit.models.gradients import frozen
 from quantkit.models.streaming import BlockInputs, fast_products, run_block
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.progress import say
 from quantkit.ranks import Ranks
-from quantkit.tuning.block import tune_block
-from quantkit.tuning.optimize import TuneReport
+from quantkit.tuning.block import prediction_error, tune_block
+from quantkit.tuning.optimize import Loss, TuneReport
 
 QUANTIZED, ORIGINAL = 0, 1
 """Whose hidden states stand side by side in BlockInputs."""
@@ -59,7 +61,7 @@ def tune_quantized(
     _share_windows(targets, job.ranks)
 
     def tuned() -> tuple[TuneReport, dict[str, Tensor]]:
-        with fast_products(job.stream.device):
+        with fast_products(job.stream.device), _predictions(job, index, own, targets) as loss:
             report = tune_block(
                 block,
                 index,
@@ -68,6 +70,7 @@ def tune_quantized(
                 settings,
                 dtype=job.dtype,
                 original=lambda layer: originals[f"{name}.{layer}"],
+                loss=loss,
             )
         return report, {key: value.detach().cpu() for key, value in _tunable_tensors(block).items()}
 
@@ -78,7 +81,24 @@ def tune_quantized(
                 tensor.copy_(values[key])
     part.tuned_blocks[name] = report.to_json()
     seconds = time.perf_counter() - started
-    say(f"{name}: tuned in {seconds:.1f} s, held-out error {report.before:.3g} -> {report.after:.3g}")
+    what = "divergence" if _tunes_predictions(job, index) else "error"
+    say(f"{name}: tuned in {seconds:.1f} s, held-out {what} {report.before:.3g} -> {report.after:.3g}")
+
+
+def _tunes_predictions(job: BlockWork, index: int) -> bool:
+    return job.tuning is not None and job.tuning.logits and index == len(job.stream.blocks) - 1
+
+
+@contextmanager
+def _predictions(job: BlockWork, index: int, inputs: BlockInputs, targets: Tensor) -> Iterator[Loss | None]:
+    """The divergence of predictions where it is what the block's passes lower, which takes what is outside the blocks
+    into memory; else None."""
+    if not _tunes_predictions(job, index):
+        yield None
+        return
+    assert job.artifact is not None
+    with job.stream.outside(), frozen(job.stream.model):
+        yield prediction_error(job.stream, inputs, targets, job.artifact.windows)
 
 
 def _tunable_tensors(block: nn.Module) -> dict[str, Tensor]:

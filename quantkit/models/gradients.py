@@ -66,7 +66,7 @@ class BackwardPass:
 
     def head_gradients(self, inputs: BlockInputs, into: Tensor) -> None:
         """Write the gradient of each own window's loss with respect to the last block's output."""
-        with self.stream.outside(), torch.enable_grad(), _frozen(self.stream.model):
+        with self.stream.outside(), torch.enable_grad(), frozen(self.stream.model):
             for number in self.ranks.own(len(self.windows)):
                 window = self.windows[number]
                 hidden = inputs.hidden[number][None].to(self.stream.device, inputs.dtype, copy=True)
@@ -91,7 +91,7 @@ class BackwardPass:
         with ExitStack() as stack:
             block = stack.enter_context(self.stream.block(index))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(_frozen(block))
+            stack.enter_context(frozen(block))
             for name, module in linears.items():
                 stack.callback(module.register_forward_hook(_watch(name, running, take)).remove)
             device = next(block.parameters()).device
@@ -130,13 +130,13 @@ def _watch(name: str, running: Sequence[int], take: Take) -> Callable[[nn.Module
 
 
 @contextmanager
-def _frozen(module: nn.Module) -> Iterator[None]:
+def frozen(module: nn.Module) -> Iterator[None]:
     """While entered, no parameter of the module takes a gradient."""
-    frozen = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     try:
-        for parameter in frozen:
+        for parameter in parameters:
             parameter.requires_grad_(False)
         yield
     finally:
-        for parameter in frozen:
+        for parameter in parameters:
             parameter.requires_grad_(True)

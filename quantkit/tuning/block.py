@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from quantkit.models.logits import logits_of
+from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import BlockInputs, call_block
 from quantkit.tuning.install import tunable
 from quantkit.tuning.optimize import Loss, Objective, TuneReport, tune
@@ -18,6 +20,7 @@ _FP32 = 4
 # again also the original weight, the copy of it that is tuned, its gradient, two moments and the best so far.
 _WEIGHT_VALUES, _CODE_VALUES = 3, 6
 _HIDDEN_COPIES = 40  # of a hidden state that the graph of a block holds
+_LOGIT_COPIES = 6  # of both models, as logarithms, and gradients
 
 
 def tune_block(
@@ -29,6 +32,7 @@ def tune_block(
     *,
     dtype: torch.dtype,
     original: Callable[[str], Tensor] | None = None,
+    loss: Loss | None = None,
 ) -> TuneReport:
     """Lower the squared error of what block ``index`` gives for its inputs; the block is changed in place.
 
@@ -36,12 +40,12 @@ def tune_block(
     before are quantized.
     targets: [windows, seq_len, hidden_size]; what the original block gives in the original model makes the block also
     make up for the errors of those before it. dtype: what norms and biases are stored in. original: name of a Linear in
-    the block -> its weight [N, K] before quantization, which ``block_codes`` needs.
-    Losses are shares of the mean square of the targets.
+    the block -> its weight [N, K] before quantization, which ``block_codes`` needs. loss: what is lowered in place of
+    the error. Errors are shares of the mean square of the targets.
     """
     with torch.enable_grad(), tunable(block, original if settings.block_codes else None) as tuned:
         objective = Objective(
-            output_error(block, index, inputs, targets),
+            loss or output_error(block, index, inputs, targets),
             len(targets),
             at_once=1,
             dtype=dtype,
@@ -63,10 +67,35 @@ def output_error(block: nn.Module, index: int, inputs: BlockInputs, targets: Ten
     return lambda numbers: torch.stack([error(number) for number in numbers.tolist()]).mean() / size
 
 
-def block_tuning_bytes(quantized: int, seq_len: int, hidden_size: int, *, codes: bool) -> int:
+def prediction_error(stream: ModelStream, inputs: BlockInputs, targets: Tensor, windows: Tensor) -> Loss:
+    """KL(original || model) in nats per token of what the model's own code makes of the last block's outputs.
+
+    targets: as tune_block takes them. windows: [n, seq_len] of ids. What is outside the blocks is in memory, and both
+    models' predictions are made by it.
+    """
+    index = len(stream.blocks) - 1
+    block = stream.blocks[index][1]
+
+    def predicted(hidden: Tensor, number: int) -> Tensor:
+        return logits_of(stream, inputs, hidden, windows[number]).float().log_softmax(dim=-1)
+
+    def error(number: int) -> Tensor:
+        output = call_block(block, inputs, index, inputs.hidden[number][None])
+        with torch.no_grad():
+            wanted = predicted(targets[number][None].to(output), number)
+        found = predicted(output, number)
+        return nn.functional.kl_div(found, wanted, log_target=True, reduction="sum") / len(found)
+
+    return lambda numbers: torch.stack([error(number) for number in numbers.tolist()]).mean()
+
+
+def block_tuning_bytes(
+    quantized: int, seq_len: int, hidden_size: int, settings: TuneSettings, *, outside: int, vocabulary: int
+) -> int:
     """What tune_block holds at its peak beside the block, so many of whose weights are quantized.
 
-    codes: whether they are chosen again.
+    outside: parameters outside the blocks, which predictions of so large a vocabulary take, where these are tuned.
     """
-    values = _WEIGHT_VALUES + (_CODE_VALUES if codes else 0)
-    return _FP32 * (values * quantized + _HIDDEN_COPIES * seq_len * hidden_size)
+    values = _WEIGHT_VALUES + (_CODE_VALUES if settings.block_codes else 0)
+    predictions = outside + _LOGIT_COPIES * seq_len * vocabulary if settings.logits else 0
+    return _FP32 * (values * quantized + _HIDDEN_COPIES * seq_len * hidden_size + predictions)

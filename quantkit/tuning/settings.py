@@ -15,7 +15,9 @@ class TuneSettings:
     """blocks: passes over the calibration windows for each block, as soon as it is quantized. blend: what it is moved
     towards: 1 is what the original block gives in the original model, 0 what it gives for the quantized model's hidden
     states, a value between is their mixture. block_codes: whether these passes choose the code of every weight again at
-    each step. epochs: passes for the whole model afterwards; 0 only after ``blocks``.
+    each step. logits: whether the passes for the last block lower the divergence of its predictions from the original
+    model's, in place of the error of its outputs. epochs: passes for the whole model afterwards; 0 only after
+    ``blocks``.
     codes: whether these choose codes again, or leave them as they are. Codes of method trellis stay in either.
     rate: the first step of a value, as a share of the root mean square of its tensor; steps shrink to 0.
     epoch_rate: the same in passes for the whole model behind tuned blocks; without blocks these take rate.
@@ -28,6 +30,7 @@ class TuneSettings:
     blocks: int = 0
     blend: float = 1.0
     block_codes: bool = False
+    logits: bool = False
     epochs: int = 8
     codes: bool = False
     rate: float = 0.003
@@ -47,6 +50,10 @@ class TuneSettings:
             raise RecipeError(f"blend is {self.blend}, but blocks is 0: it is of the targets of blocks")
         if self.block_codes and not self.blocks:
             raise RecipeError("block_codes is true, but blocks is 0: it is of the passes for blocks")
+        if self.logits and not self.blocks:
+            raise RecipeError("logits is true, but blocks is 0: it is of the passes for the last block")
+        if self.logits and self.blend != 1:
+            raise RecipeError(f"logits is true, but blend is {self.blend}; choose 1: predictions are the original's")
         if self.epochs < (0 if self.blocks else 1):
             raise RecipeError(f"epochs is {self.epochs}; choose 1 or more, or 0 with blocks")
         if self.codes and not self.epochs:

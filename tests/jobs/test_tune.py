@@ -110,6 +110,26 @@ def test_blocks_are_tuned_one_by_one(
     assert any(block["kept"] > 0 for block in report["tuned_blocks"].values())
 
 
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_the_last_block_is_tuned_by_its_predictions_where_that_is_asked_for(
+    family: str, tiny_model: Folders, calibrated: Folders, tmp_path: Path
+) -> None:
+    arguments = command(family, tiny_model, calibrated, *QUICKLY, *BLOCKS)
+    plain = run(*arguments, "-o", tmp_path / "plain")
+    tuned = run(*arguments, "--set", "tune.logits=true", "-o", tmp_path / "tuned")
+    assert (plain.exit_code, tuned.exit_code) == (0, 0), tuned.stderr
+    assert [line.split(", ")[1].split()[1] for line in tuned.stderr.splitlines() if "tuned in" in line] == [
+        "error",
+        "divergence",
+    ]
+    (first, last), (other, by_predictions) = (
+        read_report(tmp_path / name)["tuned_blocks"].values() for name in ("plain", "tuned")
+    )
+    assert first == other
+    assert last != by_predictions
+    assert by_predictions["after"] < by_predictions["before"]
+
+
 @pytest.mark.parametrize(("family", "more"), [("opt", ()), ("mixtral", CODES)], ids=["opt", "mixtral-codes"])
 def test_tuning_blocks_is_gone_on_with_to_the_same_bytes(
     family: str,

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from quantkit.errors import StatsError
 from quantkit.formats.base import PackedWeight
 from quantkit.models.families import block_linears, linear_bias, linear_weight
+from quantkit.models.gradients import frozen
 from quantkit.models.stream import in_memory_stream
 from quantkit.models.streaming import BlockInputs, advance, capture_inputs, run_block
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
 from quantkit.quantizers.trellis import quantizer as trellis
-from quantkit.tuning.block import output_error, tune_block
+from quantkit.tuning.block import output_error, prediction_error, tune_block
 from quantkit.tuning.install import tunable
 from quantkit.tuning.optimize import split_windows
 from quantkit.tuning.settings import TuneSettings
@@ -174,3 +175,40 @@ def test_a_block_that_gives_no_numbers_is_named() -> None:
     broken = inputs.with_hidden(torch.full_like(inputs.hidden, torch.nan))
     with pytest.raises(StatsError, match="held-out loss of the quantized block 1 is not finite"):
         tune_block(block, INDEX, broken, targets, SETTINGS, dtype=torch.float32)
+
+
+def divergence_of(model: nn.Module, reference: nn.Module, windows: Tensor) -> float:
+    """KL(reference || model) per token, by whole models."""
+    found, wanted = (each(windows).logits.log_softmax(dim=-1) for each in (model, reference))
+    return nn.functional.kl_div(found, wanted, log_target=True, reduction="sum").item() / windows.numel()
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "qwen3_moe"])
+def test_the_last_block_is_tuned_by_its_predictions_where_that_is_asked_for(family: str) -> None:
+    model = build_model(family).eval()
+    stream = in_memory_stream(model)
+    original, (prefix, block) = copy.deepcopy(model), stream.blocks[-1]
+    windows = torch.randint(0, VOCABULARY, (WINDOWS, SEQ_LEN))
+    with torch.no_grad():
+        inputs = advance(stream.blocks[0][1], capture_inputs(stream, windows), 0)
+        targets = torch.cat([output for _, output in run_block(block, inputs, INDEX)])
+    for name, module in block_linears(model).items():
+        if name.startswith(f"{prefix}."):
+            layer = LayerInput(name, linear_weight(module).detach().float().contiguous())
+            quantized = QuantizedLinear.from_packed(by_bcq(layer, 2), linear_bias(module), torch.float32)
+            model.set_submodule(name, quantized)
+    held_out = split_windows(WINDOWS, SETTINGS.held_out)[1]
+    with torch.no_grad():
+        before = divergence_of(model, original, windows[held_out])
+    outside = {name: p.clone() for name, p in model.named_parameters() if not name.startswith(prefix)}
+    with frozen(model):
+        loss = prediction_error(stream, inputs, targets, windows)
+        report = tune_block(block, INDEX, inputs, targets, SETTINGS, dtype=torch.float32, loss=loss)
+    with torch.no_grad():
+        after = divergence_of(model, original, windows[held_out])
+    assert report.before == pytest.approx(before, rel=ERROR_RTOL)
+    assert report.after == pytest.approx(after, rel=ERROR_RTOL)
+    assert after < before
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(parameters[name], p) for name, p in outside.items())
+    assert all(parameters[name].grad is None for name in outside)

@@ -209,10 +209,24 @@ def test_the_last_windows_are_held_out() -> None:
         ({"batch": 0}, "batch is 0"),
         ({"held_out": 1}, "held_out is 1"),
         ({"epochs": 0}, "epochs is 0"),
+        ({"logits": True}, "logits is true, but blocks is 0"),
+        ({"logits": True, "blocks": 1, "blend": 0.5}, "logits is true, but blend is 0.5; choose 1"),
         ({"epoch_rate": -0.1}, "epoch_rate is -0.1; choose 0 or more"),
         ({"epoch_code_rate": -0.1}, "epoch_code_rate is -0.1; choose 0 or more"),
     ],
-    ids=["unknown", "float", "int", "nan", "batch", "held_out", "nothing", "negative", "negative-codes"],
+    ids=[
+        "unknown",
+        "float",
+        "int",
+        "nan",
+        "batch",
+        "held_out",
+        "nothing",
+        "logits",
+        "logits-blend",
+        "negative",
+        "negative-codes",
+    ],
 )
 def test_settings_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=f"recipe r: tune.*{message}"):
