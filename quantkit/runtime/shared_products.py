@@ -70,7 +70,7 @@ class Share:
 
 
 def share_products(model: nn.Module) -> None:
-    """Let the quantized Linears of one input share a product where they have one; calling it again changes little.
+    """Let the quantized Linears of one input share a product where they have one; those that do so keep theirs.
 
     Those are what merge_linears joins, in blocks that the family table describes; Linears that somebody watches, and
     those that are not in the kernels' order, as on a CPU, keep theirs.
@@ -83,17 +83,21 @@ def share_products(model: nn.Module) -> None:
         modules: list[Any] = [submodule(model, name) for name in names]
         if not all(isinstance(module, QuantizedLinear) and module.prepared for module in modules):
             continue
-        product = None if any(map(is_watched, modules)) else merge_linears(modules).product
+        if any(map(is_watched, modules)) or all(map(_shares, modules)):
+            continue
+        product = merge_linears(modules).product
         if product is not None:
             devices.add(next(modules[0].parameters()).device)
             shared = SharedProduct(product, [module.out_features for module in modules])
             for index, module in enumerate(modules):
                 module.shared = Share(shared, index, module)
     for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(
-                device
-            )  # the kernels read weights before their predecessors on the stream have ended
+        if device.type == "cuda":  # the kernels read weights before their predecessors on the stream have ended
+            torch.cuda.synchronize(device)
+
+
+def _shares(module: QuantizedLinear) -> bool:
+    return module.shared is not None and module.shared.holds(module)
 
 
 def _places(module: QuantizedLinear) -> list[int]:

@@ -158,6 +158,22 @@ def test_moving_and_loading_leave_no_product_of_old_tensors(model: nn.Module, mo
     assert all(module.shared is not None for module in attention(model))
 
 
+def test_sharing_again_keeps_what_is_shared_and_shares_what_moved(model: nn.Module) -> None:
+    share_products(model)
+    first, second = attention(model), groups(model)[1]
+    before = [module.shared for module in (*first, *second)]
+    moved: Any = second[0]
+    for name, tensor in moved.held.items():
+        moved.register_parameter(name, nn.Parameter(tensor.clone(), requires_grad=False))
+    share_products(model)
+    after = [module.shared for module in (*first, *second)]
+    assert all(one is other for one, other in zip(after[:3], before[:3], strict=True))
+    assert not any(one is other for one, other in zip(after[3:], before[3:], strict=True))
+    x = torch.randn(1, TOKENS, 64)
+    for module, found in zip(second, outputs(second, x), strict=True):
+        torch.testing.assert_close(found, module.multiply(x), rtol=RTOL, atol=RTOL)
+
+
 def test_copies_and_pickles_share_nothing(model: nn.Module) -> None:
     share_products(model)
     x = torch.randn(1, TOKENS, 64)
