@@ -58,6 +58,12 @@ def planned_tuning(
         )
     if recipe.attention_bits is not None:
         raise RecipeError(f"recipe {recipe.name}: tune does not go with attention_bits: INT8 attention has no gradient")
+    rotated = any(getattr(plan.settings, "rotate", False) for plan in plans.values())
+    if settings.logits and (rotated or recipe.head_bits is not None):
+        raise RecipeError(
+            f"recipe {recipe.name}: tune: logits is true, which takes the model's own norm and head, and rotate and "
+            "head_bits change these; leave logits out, or them"
+        )
     if artifact is None or len(artifact.windows) < 2:
         raise CalibrationError(
             f"recipe {recipe.name}: tune needs a calibration artifact of 2 windows or more; make one with "

@@ -206,6 +206,12 @@ def test_blocks_and_then_the_whole_model_are_tuned(tiny_model: Folders, calibrat
         ("rtn-w4-g128", ("--set", "tune={epochs: 0}"), "epochs is 0; choose 1 or more, or 0 with blocks"),
         ("rtn-w4-g128", ("--set", "tune={blocks: 1, epochs: 0, codes: true}"), "codes is true, but epochs is 0"),
         ("rtn-w4-g128", ("--set", "tune={block_codes: true}"), "block_codes is true, but blocks is 0"),
+        (
+            "bcq-w4-g128",
+            ("--set", "tune={blocks: 1, logits: true}", "--set", "rotate=true"),
+            "rotate and head_bits change",
+        ),
+        ("bcq-w4-g128-head6", ("--set", "tune={blocks: 1, logits: true}"), "rotate and head_bits change these; leave"),
         ("rtn-w4-g128", ("--set", "tune=3"), "tune is 3; it is a mapping"),
     ],
     ids=[
@@ -219,6 +225,8 @@ def test_blocks_and_then_the_whole_model_are_tuned(tiny_model: Folders, calibrat
         "nothing",
         "codes",
         "codes-of-no-blocks",
+        "logits-rotated",
+        "logits-of-a-head",
         "no-mapping",
     ],
 )
