@@ -12,15 +12,21 @@ from quantkit.models.logits import logits_of
 from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import BlockInputs, call_block
 from quantkit.tuning.install import tunable
-from quantkit.tuning.optimize import Loss, Objective, TuneReport, tune
+from quantkit.tuning.optimize import (
+    FP32,
+    HIDDEN_COPIES,
+    LOGIT_COPIES,
+    Loss,
+    Objective,
+    TuneReport,
+    divergence,
+    tune,
+)
 from quantkit.tuning.settings import TuneSettings
 
-_FP32 = 4
 # Held per quantized weight: its code, what it stands for in the graph, the gradient of that. With codes that are chosen
 # again also the original weight, the copy of it that is tuned, its gradient, two moments and the best so far.
 _WEIGHT_VALUES, _CODE_VALUES = 3, 6
-_HIDDEN_COPIES = 40  # of a hidden state that the graph of a block holds
-_LOGIT_COPIES = 6  # of both models, as logarithms, and gradients
 
 
 def tune_block(
@@ -83,8 +89,7 @@ def prediction_error(stream: ModelStream, inputs: BlockInputs, targets: Tensor, 
         output = call_block(block, inputs, index, inputs.hidden[number][None])
         with torch.no_grad():
             wanted = predicted(targets[number][None].to(output), number)
-        found = predicted(output, number)
-        return nn.functional.kl_div(found, wanted, log_target=True, reduction="sum") / len(found)
+        return divergence(predicted(output, number), wanted)
 
     return lambda numbers: torch.stack([error(number) for number in numbers.tolist()]).mean()
 
@@ -97,5 +102,5 @@ def block_tuning_bytes(
     outside: parameters outside the blocks, which predictions of so large a vocabulary take, where these are tuned.
     """
     values = _WEIGHT_VALUES + (_CODE_VALUES if settings.block_codes else 0)
-    predictions = outside + _LOGIT_COPIES * seq_len * vocabulary if settings.logits else 0
-    return _FP32 * (values * quantized + _HIDDEN_COPIES * seq_len * hidden_size + predictions)
+    predictions = outside + LOGIT_COPIES * seq_len * vocabulary if settings.logits else 0
+    return FP32 * (values * quantized + HIDDEN_COPIES * seq_len * hidden_size + predictions)

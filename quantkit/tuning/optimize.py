@@ -19,8 +19,19 @@ _BETAS = (0.9, 0.99)
 _WARM_UP = 0.05  # share of all steps
 _SMALLEST_RATE = 1e-8  # so that a tensor of zeros can move
 
+FP32 = 4  # bytes
+HIDDEN_COPIES = 40
+"""Of a block's hidden state, that its graph holds."""
+LOGIT_COPIES = 6
+"""Of the predictions of both models, as logarithms, and gradients."""
+
 Loss = Callable[[Tensor], Tensor]
 """Window numbers [b] -> their mean loss, with a graph where gradients are on."""
+
+
+def divergence(found: Tensor, wanted: Tensor) -> Tensor:
+    """KL(wanted || found) in nats per token of log-probabilities [tokens, vocabulary]."""
+    return nn.functional.kl_div(found, wanted, log_target=True, reduction="sum") / len(found)
 
 
 @dataclass(frozen=True)

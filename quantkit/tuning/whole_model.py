@@ -12,18 +12,15 @@ from torch import Tensor
 from quantkit.models.families import linear_weight
 from quantkit.models.logits import log_probabilities
 from quantkit.tuning.install import tunable
-from quantkit.tuning.optimize import Objective, TuneReport, tune
+from quantkit.tuning.optimize import FP32, HIDDEN_COPIES, LOGIT_COPIES, Objective, TuneReport, divergence, tune
 from quantkit.tuning.settings import TuneSettings, for_whole_model
 from quantkit.tuning.target import Target
 
 # Windows of a graph that is held at a time have so many tokens, so that their logits stay below 2 GB for most models.
 _TOKENS_AT_ONCE = 2048
-_FP32 = 4
 # Values held per quantized weight: what it stands for, in the graph and its gradient; with codes also the latent, its
 # gradient, two moments and the best so far.
 _FIXED_VALUES, _LATENT_VALUES = 2, 5
-_LOGIT_COPIES = 6  # of both models, as logarithms, and gradients
-_HIDDEN_COPIES = 40  # of a block's hidden state that its graph holds
 
 
 def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSettings, *, dtype: torch.dtype) -> TuneReport:
@@ -72,11 +69,10 @@ def tuning_bytes(model: Any, quantized: int, tokens: int, settings: TuneSettings
     config = model.config.get_text_config()
     total = sum(parameter.numel() for parameter in model.parameters())
     values = 2 * total + quantized * (_FIXED_VALUES + (_LATENT_VALUES if settings.codes else 0))
-    graph = _HIDDEN_COPIES * config.hidden_size * config.num_hidden_layers + _LOGIT_COPIES * config.vocab_size
-    return _FP32 * (values + _TOKENS_AT_ONCE * graph + tokens * config.hidden_size)
+    graph = HIDDEN_COPIES * config.hidden_size * config.num_hidden_layers + LOGIT_COPIES * config.vocab_size
+    return FP32 * (values + _TOKENS_AT_ONCE * graph + tokens * config.hidden_size)
 
 
 def divergence_loss(wanted: Tensor, model: Any, tokens: Tensor) -> Tensor:
     """KL(original || model) in nats per token of windows [b, seq_len]; wanted: the original's log-probabilities."""
-    found = log_probabilities(model, tokens)
-    return torch.nn.functional.kl_div(found, wanted, log_target=True, reduction="sum") / tokens.numel()
+    return divergence(log_probabilities(model, tokens), wanted)
