@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 # On a virtual machine that announces AMX without running it, torch's products in bf16 end the process. oneDNN reads the
@@ -48,6 +48,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if reason and item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Tests without the mark, and processes that they start, see no GPU: their default device is the CPU everywhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("cuda") is None:
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            patch.setattr(torch.cuda, "device_count", lambda: 0)
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        return (yield)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

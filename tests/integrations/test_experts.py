@@ -131,15 +131,16 @@ def test_every_expert_reports_the_tokens_routed_to_it(family: str, calibrated: T
 
 
 def test_recipes_with_quantized_activations_take_an_expert_without_tokens(
-    tiny_model: Tiny, calibrated: Tiny, tmp_path: Path
+    tiny_model: Tiny, calibrated: Tiny, tmp_path: Path, device: torch.device
 ) -> None:
     path = tmp_path / "none.safetensors"
     _without_tokens(calibrated("qwen3_moe"), "model.layers.0.mlp.experts.2.", path)
     for recipe in ("bipolar-w4a8", "w8a8-per-tensor"):
         out, chosen = tmp_path / recipe, load_recipe(recipe)
-        quantize_model(str(tiny_model("qwen3_moe")), chosen, out, calibration=path, options=QuantizeOptions())
+        options = QuantizeOptions(device=device.type)
+        quantize_model(str(tiny_model("qwen3_moe")), chosen, out, calibration=path, options=options)
         assert summarize(out).layers
-        quantkit.load(str(out))
+        quantkit.load(str(out), device=device.type)
 
 
 def test_experts_of_the_trellis_format_run_one_by_one(tiny_model: Tiny, calibrated: Tiny, tmp_path: Path) -> None:

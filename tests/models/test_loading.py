@@ -109,7 +109,6 @@ def test_missing_tokenizer_is_named(copy: Path) -> None:
     assert "tokenizer of" in _refusal(str(copy))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_gpu_that_is_not_there_is_refused(tiny_model: Callable[[str], Path]) -> None:
     with pytest.raises(DeviceError, match="no usable GPU"):
         load_model(str(tiny_model("llama")), device="cuda")

@@ -167,7 +167,7 @@ def test_one_bit_scale_is_near_the_mean_magnitude() -> None:
     torch.testing.assert_close(packed.tensors["scales"][:, 0].float(), expected, rtol=0.06, atol=0)  # an eighth octave
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 @pytest.mark.parametrize("granularity", ["per_token", "per_tensor"])
 @pytest.mark.parametrize("search", [True, False])
 def test_what_is_stored_stays_on_the_gpu_of_the_layer(granularity: str, search: bool) -> None:
