@@ -12,7 +12,7 @@ from quantkit.nn.inputs import kernel_input
 from quantkit.ops.bcq.autotune import ensure_measured
 from quantkit.ops.bcq.candidates import multiplies_batches
 from quantkit.ops.bcq.layout import BcqTiles, is_grid, tile, untile
-from quantkit.ops.bcq.op import bcq_linear, bcq_linear_prepared, bcq_linear_with_epilogue
+from quantkit.ops.bcq.op import BcqLinearPrepared, bcq_linear, bcq_linear_prepared, bcq_linear_with_epilogue
 from quantkit.ops.bcq.order import Order
 from quantkit.ops.epilogue import Epilogue
 
@@ -69,8 +69,19 @@ def _order(prepared: Tensors) -> Order:
 
 def prepared_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None) -> Tensor:
     """As ``forward``, from the tile order; QuantizedLinear synchronizes after every change of the stored tensors."""
+    return bcq_linear_prepared(*_operands(spec, prepared, shape, x, bias))
+
+
+def epilogue_forward(
+    spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None, epilogue: Epilogue
+) -> Tensor:
+    """The epilogue of ``prepared_forward``, in the same kernel."""
+    return bcq_linear_with_epilogue(_operands(spec, prepared, shape, x, bias), epilogue)
+
+
+def _operands(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None) -> BcqLinearPrepared:
     order = _order(prepared)
-    return bcq_linear_prepared(
+    return BcqLinearPrepared(
         kernel_input(spec, x),
         prepared[_TILES[order]],
         prepared["scale_tiles"],
@@ -81,11 +92,3 @@ def prepared_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, 
         factor_tiles=prepared.get("factor_tiles"),
         order=order.value,
     )
-
-
-def epilogue_forward(
-    spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None, epilogue: Epilogue
-) -> Tensor:
-    """The epilogue of ``prepared_forward``, in the same kernel."""
-    weight = prepared_weight(spec, prepared, shape)
-    return bcq_linear_with_epilogue(kernel_input(spec, x), weight, bias, epilogue)

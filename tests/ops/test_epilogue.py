@@ -12,7 +12,8 @@ from quantkit.errors import KernelError
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.bcq.instances import SOURCES
 from quantkit.ops.bcq.launch import product
-from quantkit.ops.bcq.op import bcq_linear_with_epilogue
+from quantkit.ops.bcq.op import BcqLinearPrepared, bcq_linear_with_epilogue
+from quantkit.ops.bcq.order import Order
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
 from tests.ops.bcq.cases import random_weight
 
@@ -25,10 +26,18 @@ SHAPES = [(1, 1000, 1536), (3, 257, 1000), (1, 50, 24700)]  # M, N, K; N in part
 SHAPE_IDS = ["one token", "three tokens", "split rows"]
 
 
-def problem(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor | object, ...], Tensor]:
+KERNELS = [
+    *((kernel, Order.PLANES) for kernel in SOURCES if kernel != Kernel.BCQ_LEVEL_GEMV),
+    *((kernel, Order.CODES) for kernel in (Kernel.BCQ_LEVEL_GEMV, Kernel.BCQ_GEMM_MMA, Kernel.BCQ_GEMM_WGMMA)),
+]
+
+
+def problem(
+    shape: tuple[int, int, int], dtype: torch.dtype, order: Order = Order.PLANES
+) -> tuple[Tensor, tuple[Tensor | object, ...], Tensor]:
     """x [M, K], (weight [N, K], bias) as product takes them, residual, for a shape (M, N, K)."""
     m, n, k = shape
-    weight = random_weight(3, n, k, 128, offset=True).to(CUDA).tiled()
+    weight = random_weight(3, n, k, 128, offset=True).to(CUDA).tiled(order)
     x, residual = torch.randn(m, k, device=CUDA).to(dtype), torch.randn(m, n, device=CUDA).to(dtype)
     torch.cuda.synchronize()
     return x, (weight, torch.randn(n, device=CUDA).to(dtype)), residual
@@ -55,8 +64,9 @@ def test_without_a_part_the_epilogue_is_the_other() -> None:
 def test_the_cpu_applies_it_to_the_reference_product() -> None:
     weight, x = random_weight(2, 40, 328, 64, offset=True).tiled(), torch.randn(1, 1, 328)
     bias, residual = torch.randn(40), torch.randn(1, 1, 40)
-    plain = bcq_linear_with_epilogue(x, weight, bias, NO_EPILOGUE)
-    assert torch.equal(bcq_linear_with_epilogue(x, weight, bias, Epilogue("relu", residual)), residual + plain.relu())
+    op = BcqLinearPrepared(x, weight.tiles, weight.scale_tiles, bias, 40, 64)
+    plain = bcq_linear_with_epilogue(op, NO_EPILOGUE)
+    assert torch.equal(bcq_linear_with_epilogue(op, Epilogue("relu", residual)), residual + plain.relu())
 
 
 @pytest.mark.parametrize(
@@ -68,13 +78,15 @@ def test_a_residual_of_another_kind_is_refused(residual: Tensor) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kernel", list(SOURCES))
+@pytest.mark.parametrize(("kernel", "order"), KERNELS)
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
-def test_kernels_have_the_epilogue_to_the_bit(shape: tuple[int, int, int], dtype: torch.dtype, kernel: str) -> None:
-    if Kernel(kernel) not in gpu_of(CUDA).architecture.kernels:
+def test_kernels_have_the_epilogue_to_the_bit(
+    shape: tuple[int, int, int], dtype: torch.dtype, kernel: Kernel, order: Order
+) -> None:
+    if kernel not in gpu_of(CUDA).architecture.kernels:
         pytest.skip("a kernel of other generations")
-    x, rest, residual = problem(shape, dtype)
+    x, rest, residual = problem(shape, dtype, order)
     plain = product(kernel, x, *rest, weights_ready=True)
     for epilogue in (Epilogue("relu"), Epilogue(residual=residual), Epilogue("relu", residual)):
         expected = apply_epilogue(plain, epilogue)

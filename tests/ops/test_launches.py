@@ -12,7 +12,7 @@ from quantkit.cuda.architectures import ARCHITECTURES, Architecture
 from quantkit.cuda.device import gpu_of
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.bcq import autotune
-from quantkit.ops.bcq.op import bcq_linear_with_epilogue
+from quantkit.ops.bcq.op import BcqLinearPrepared, bcq_linear_with_epilogue
 from quantkit.ops.decode.op import add_norm, attention, gated, norm
 from quantkit.ops.epilogue import Epilogue
 from quantkit.ops.instances import INSTANCES, all_units
@@ -91,7 +91,8 @@ def _run_epilogues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     weight, x = random_weight(2, 40, 512, 64, offset=True).tiled(), torch.randn(1, 1, 512).half()
     for epilogue in (Epilogue("silu"), Epilogue(residual=torch.randn(1, 1, 40).half())):
-        bcq_linear_with_epilogue(x, weight, None, epilogue)
+        op = BcqLinearPrepared(x, weight.tiles, weight.scale_tiles, None, 40, 64)
+        bcq_linear_with_epilogue(op, epilogue)
 
 
 def test_every_kernel_is_launched_with_its_parameters_and_as_a_compiled_instance(

@@ -24,6 +24,7 @@ from quantkit.ops.bcq.gemm_launch import gemm_launches, gemm_work
 from quantkit.ops.bcq.launch import tensor_core_launch
 from quantkit.ops.bcq.level_gemv import level_launch
 from quantkit.ops.bcq.product import Product
+from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue
 
 if TYPE_CHECKING:
     from quantkit.ops.bcq.op import BcqLinearPrepared
@@ -33,7 +34,7 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True, eq=False)
 class BoundProduct:
-    """A product of one weight and a number of tokens, but for x, y and the work memory.
+    """A product of one weight and a number of tokens, but for x, y, a residual and the work memory.
 
     arrange: puts x in the order of the products, at the beginning of the work memory; None where they take x as it is.
     box: rows and columns of the boxes in which the kernel copies x, None where it takes a pointer. work_bytes: of x in
@@ -48,8 +49,8 @@ class BoundProduct:
     partials: int
     counts: int
 
-    def run(self, x: Tensor, tokens: int) -> Tensor:
-        """y [..., N] of a contiguous x [..., K] of so many tokens."""
+    def run(self, x: Tensor, tokens: int, epilogue: Epilogue) -> Tensor:
+        """The epilogue of y [..., N] of a contiguous x [..., K] of so many tokens."""
         y = x.new_empty(*x.shape[:-1], self.out_features)
         address, encoded, words, work = x.data_ptr(), b"", [y.data_ptr()], 0
         if self.work_bytes:
@@ -64,6 +65,9 @@ class BoundProduct:
             encoded = encoded_map(address, tokens, x.shape[-1], *self.box)
         if self.counts:
             words += (work + self.partials, zero_counts(self.counts, x.device).data_ptr())
+        residual = epilogue.addend(y)
+        if residual is not None:
+            words.append(residual.data_ptr())
         queue_fixed(self.launch, x.device, words, encoded)
         return y
 
@@ -77,8 +81,10 @@ def forget_products() -> None:
     _products.clear()
 
 
-def bound_product(op: BcqLinearPrepared) -> Tensor | None:
-    """The op's result, or None for what goes the usual way: look-ups, dequantized weights, x in need of a copy.
+def bound_product(op: BcqLinearPrepared, epilogue: Epilogue = NO_EPILOGUE) -> Tensor | None:
+    """The epilogue of the op's result.
+
+    None for what goes the usual way: look-ups, dequantized weights, x in need of a copy.
 
     Raises KernelError as the usual way does.
     """
@@ -91,24 +97,24 @@ def bound_product(op: BcqLinearPrepared) -> Tensor | None:
         return None
     pointers = op.tiles.data_ptr(), op.scale_tiles.data_ptr(), _address(bias), _address(op.factor_tiles)
     shapes = op.tiles.shape, op.scale_tiles.shape, op.out_features, op.group_size, op.order, op.weights_ready
-    key = x.device, x.dtype, tokens, columns, *pointers, *shapes
+    key = x.device, x.dtype, tokens, columns, *pointers, *shapes, epilogue.activation, epilogue.residual is None
     if key not in _products:
         if len(_products) >= MOST_FIXED:
             forget_products()
-        _products[key] = _bind(op, tokens)
+        _products[key] = _bind(op, tokens, epilogue)
     found = _products[key]
-    return None if found is None else found.run(x, tokens)
+    return None if found is None else found.run(x, tokens, epilogue)
 
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _bind(op: BcqLinearPrepared, tokens: int) -> BoundProduct | None:
+def _bind(op: BcqLinearPrepared, tokens: int, epilogue: Epilogue) -> BoundProduct | None:
     x, weight = op.x.view(tokens, -1), op.weight
     sizes = weight.weight_bits, weight.out_features, weight.group_size, weight.scale_bits
     kernel, gpu = choose(x, *sizes, order=weight.order), gpu_of(x.device)
-    product = Product.of(x, weight, op.bias, weights_ready=op.weights_ready)
+    product = Product.of(x, weight, op.bias, epilogue=epilogue, weights_ready=op.weights_ready)
     launches: tuple[Launch, ...] = ()
     work_bytes = partials = counts = 0
     if kernel == Kernel.BCQ_LEVEL_GEMV:
@@ -127,6 +133,7 @@ def _bind(op: BcqLinearPrepared, tokens: int) -> BoundProduct | None:
         "y",
         *(() if mapped else ("x",)),
         *(("partials", "ready") if counts else ()),
+        *(() if epilogue.residual is None else ("residual",)),
         *(("xMap",) if mapped else ()),
     )
     box = (mapped.box_rows, mapped.box_columns) if isinstance(mapped, TensorMap) else None

@@ -153,14 +153,18 @@ def _product(
     return y.view(*x.shape[:-1], weight.out_features)
 
 
-def bcq_linear_with_epilogue(x: Tensor, weight: BcqTiles, bias: Tensor | None, epilogue: Epilogue) -> Tensor:
-    """The epilogue of x [..., K] W^T + bias, in the product's own kernel; the weight is ready, see BcqLinearPrepared.
+def bcq_linear_with_epilogue(op: BcqLinearPrepared, epilogue: Epilogue) -> Tensor:
+    """The epilogue of the op's result, in the product's own kernel, by the measured choice.
 
-    Not an op: for generation under CUDA graphs.
+    Not a call of the op, which would take the host longer: for generation, where nothing traces it.
     """
-    if x.is_cuda:
-        return _product(x, weight, bias, weights_ready=True, epilogue=epilogue)
-    return apply_epilogue(bcq_linear_reference(x, untile(weight), bias, weight.group_size), epilogue)
+    x = op.x
+    if not x.is_cuda:
+        return apply_epilogue(bcq_linear_reference(x, untile(op.weight), op.bias, op.group_size), epilogue)
+    y = bound_product(op, epilogue)
+    if y is not None:
+        return y
+    return _product(x, op.weight, op.bias, weights_ready=op.weights_ready, epilogue=epilogue)
 
 
 def _linear_cuda(op: BcqLinear) -> Tensor:

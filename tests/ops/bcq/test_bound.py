@@ -18,10 +18,12 @@ from quantkit.cuda.compile import CompileUnit
 from quantkit.cuda.driver import LoadedKernel
 from quantkit.cuda.parameters import kernel_parameters
 from quantkit.cuda.tensor_map import MAP_BYTES
+from quantkit.errors import KernelError
 from quantkit.ops.bcq import autotune, bound
 from quantkit.ops.bcq import op as bcq_op
-from quantkit.ops.bcq.op import BcqLinearPrepared, bcq_linear_prepared
+from quantkit.ops.bcq.op import BcqLinearPrepared, bcq_linear_prepared, bcq_linear_with_epilogue
 from quantkit.ops.bcq.order import Order
+from quantkit.ops.epilogue import Epilogue, apply_epilogue
 from tests.ops.bcq.cases import random_weight
 from tests.ops.launches import record
 
@@ -95,6 +97,33 @@ def test_the_driver_gets_what_it_gets_in_the_usual_way(machine: Driver, order: O
                 assert calls[0][1]["x"] == op.x.data_ptr()
                 assert calls[0][1]["arranged"] == calls[1][1]["x"] != op.x.data_ptr()
     assert launches == ({1, 2} if order == Order.PLANES else {1})
+
+
+@pytest.mark.parametrize("order", Order)
+def test_epilogues_are_bound_too(machine: Driver, order: Order) -> None:
+    for tokens in TOKENS:
+        op = _op(torch.randn(tokens, K).half(), order)
+        for activation, adds in (("relu", False), (None, True), ("silu", True)):
+            residuals = [torch.randn(tokens, N).half() if adds else None for _ in range(2)]
+            for residual in residuals:
+                epilogue = Epilogue(activation, residual)
+                got = _calls(machine, lambda op=op, it=epilogue: bound.bound_product(op, it))
+                usual = _calls(
+                    machine,
+                    lambda op=op, it=epilogue: bcq_op._product(
+                        op.x, op.weight, op.bias, weights_ready=True, epilogue=it
+                    ),
+                )
+                assert _without_scratch(got) == _without_scratch(usual)
+                assert got[-1][1]["residual"] == (0 if residual is None else residual.data_ptr())
+
+
+def test_a_residual_of_another_kind_is_refused_when_bound(machine: Driver) -> None:
+    op = _op(torch.randn(4, K).half(), Order.CODES)
+    bound.bound_product(op, Epilogue(residual=torch.zeros(4, N).half()))
+    with pytest.raises(KernelError, match="cannot be added"):
+        bound.bound_product(op, Epilogue(residual=torch.zeros(3, N).half()))
+    assert len(machine.calls) == 1
 
 
 def _calls(machine: Driver, run: Callable[[], object]) -> list[Call]:
@@ -177,8 +206,12 @@ def test_results_are_those_of_the_usual_way(order: Order, dtype: torch.dtype) ->
             torch.randn(1, tokens, K, device=CUDA).to(dtype),
         ):
             expected = bcq_op._product(x, op.weight, op.bias, weights_ready=True)
+            residual = torch.randn_like(expected)
             for _ in range(3):
                 assert torch.equal(bcq_linear_prepared(*op._replace(x=x)), expected), tokens
+                for epilogue in (Epilogue("relu"), Epilogue(residual=residual), Epilogue("relu", residual)):
+                    got = bcq_linear_with_epilogue(op._replace(x=x), epilogue)
+                    assert torch.equal(got, apply_epilogue(expected, epilogue)), tokens
 
 
 @pytest.mark.cuda
