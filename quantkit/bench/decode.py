@@ -27,7 +27,7 @@ from quantkit.models.structure import output_head, untie_head
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import Layout, layout_for
 from quantkit.progress import track
-from quantkit.runtime.generation import Session, captured_step, next_logits, start, step
+from quantkit.runtime.generation import Runner, Session, captured_step, next_logits, runner_for, start, step
 from quantkit.runtime.shared_products import share_products
 
 _CHECKED_STEPS = 4
@@ -40,7 +40,8 @@ _TOKEN_TOLERANCE = 5e-2  # of the logits after dozens of blocks in fp16: roundin
 class DecodeResult:
     """One model's decoding of ``batch`` sequences. Times in milliseconds, of a step; *_percent: of the read bandwidth.
 
-    tokens_per_second: of all sequences. weight_bytes: read in a step.
+    own_code_first_token_ms: of the prompts read by transformers' code, as on a CPU. tokens_per_second: of all
+    sequences. weight_bytes: read in a step.
     """
 
     model: str
@@ -49,6 +50,7 @@ class DecodeResult:
     prompt: int
     new: int
     first_token_ms: float
+    own_code_first_token_ms: float
     median_ms: float
     p99_ms: float
     tokens_per_second: float
@@ -221,10 +223,12 @@ def _time(bench: DecodeBench, method: str, model: Any, batch: int) -> DecodeResu
         torch.cuda.reset_peak_memory_stats(device)
     ids = torch.randint(10, model.config.vocab_size, (batch, bench.prompt), device=device)
     capacity = bench.prompt + bench.new + 1
-    start(model, ids, capacity)  # loads kernels and libraries
-    _check_token_model(model, ids, capacity, method)
-    expected = _eager_tokens(model, ids, capacity, min(_CHECKED_STEPS, bench.new))
-    session, first = _first_token(model, ids, capacity)
+    runner = runner_for(model, device)
+    start(model, ids, capacity, runner=runner)  # loads kernels and libraries
+    _check_runner(model, ids, capacity, runner, method)
+    expected = _eager_tokens(model, ids, capacity, runner, min(_CHECKED_STEPS, bench.new))
+    session, first = _first_token(model, ids, capacity, runner)
+    own_first = _first_token(model, ids, capacity, Runner(model))[1] if device.type == "cuda" else first
     advance = captured_step(session)
     spans = []
     # The thread behind a bar would keep a GPU waiting for its next launch.
@@ -244,6 +248,7 @@ def _time(bench: DecodeBench, method: str, model: Any, batch: int) -> DecodeResu
         prompt=bench.prompt,
         new=bench.new,
         first_token_ms=first * 1e3,
+        own_code_first_token_ms=own_first * 1e3,
         median_ms=median * 1e3,
         p99_ms=float(np.percentile(spans, 99)) * 1e3,
         tokens_per_second=batch / median,
@@ -254,25 +259,25 @@ def _time(bench: DecodeBench, method: str, model: Any, batch: int) -> DecodeResu
     )
 
 
-def _first_token(model: Any, ids: Tensor, capacity: int) -> tuple[Session, float]:
-    """A session, and the median seconds until its first token: most of them are the host's on a GPU, and vary."""
+def _first_token(model: Any, ids: Tensor, capacity: int, runner: Runner) -> tuple[Session, float]:
+    """A session, and the median seconds until its first token: on a GPU the host takes part of them, and varies."""
     spans = []
     for _ in range(_FIRST_TOKENS if ids.is_cuda else 1):
         began = _now(ids.device)
-        session = start(model, ids, capacity)
+        session = start(model, ids, capacity, runner=runner)
         spans.append(_now(ids.device) - began)
     return session, float(np.median(spans))
 
 
-def _check_token_model(model: Any, ids: Tensor, capacity: int, method: str) -> None:
+def _check_runner(model: Any, ids: Tensor, capacity: int, runner: Runner, method: str) -> None:
     if ids.is_cuda:
-        plain = next_logits(start(model, ids, capacity, fast=False)).double()
-        error = (next_logits(start(model, ids, capacity)).double() - plain).norm() / plain.norm()
-        check_result(f"{method}, single-token kernels", float(error), _TOKEN_TOLERANCE)
+        plain = next_logits(start(model, ids, capacity, runner=Runner(model))).double()
+        error = (next_logits(start(model, ids, capacity, runner=runner)).double() - plain).norm() / plain.norm()
+        check_result(f"{method}, fused decoder blocks", float(error), _TOKEN_TOLERANCE)
 
 
-def _eager_tokens(model: Any, ids: Tensor, capacity: int, steps: int) -> Tensor:
-    session = start(model, ids, capacity)
+def _eager_tokens(model: Any, ids: Tensor, capacity: int, runner: Runner, steps: int) -> Tensor:
+    session = start(model, ids, capacity, runner=runner)
     for _ in track(range(steps), "checking tokens"):
         step(session)
     count = ids.shape[1]

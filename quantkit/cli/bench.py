@@ -173,6 +173,7 @@ def _print_decode(results: list[DecodeResult]) -> None:
         "model",
         "batch",
         "first ms",
+        "first ms, own code",
         "ms/step",
         "p99",
         "tokens/s",
@@ -186,7 +187,7 @@ def _print_decode(results: list[DecodeResult]) -> None:
     rows = []
     for r in results:
         peak = "-" if r.peak_percent is None else f"{r.peak_percent:.0f}"
-        values = (r.first_token_ms, r.median_ms, r.p99_ms, r.tokens_per_second)
+        values = (r.first_token_ms, r.own_code_first_token_ms, r.median_ms, r.p99_ms, r.tokens_per_second)
         sizes = (r.peak_memory_bytes / 1e9, r.weight_bytes / 1e9, r.weight_gigabytes_per_second)
         faster = f"{floats[r.batch] / r.median_ms:.2f}" if r.batch in floats else "-"
         numbers = [f"{value:.2f}" for value in (*values, *sizes)]

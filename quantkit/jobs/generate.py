@@ -14,7 +14,7 @@ from quantkit.cuda.device import usable_device
 from quantkit.errors import GenerationError
 from quantkit.models.loading import first_device, load_model
 from quantkit.runtime.expanded_weights import Expansion, expand_weights
-from quantkit.runtime.generation import new_tokens, start
+from quantkit.runtime.generation import Runner, new_tokens, runner_for, start
 from quantkit.runtime.sampling import Sampling, drawer
 
 Message = dict[str, str]
@@ -40,12 +40,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Generator:
-    """A loaded model. expansion: of its weights, None on a GPU."""
+    """A loaded model and what runs it. expansion: of its weights, None on a GPU."""
 
     model: Any
     tokenizer: Any
     device: torch.device
     expansion: Expansion | None
+    runner: Runner
 
     @property
     def chats(self) -> bool:
@@ -122,7 +123,8 @@ def open_generator(model: str, device: str | None) -> Generator:
     """
     where = usable_device(device or first_device())
     loaded, tokenizer = load_model(model, device=where)
-    return Generator(loaded, tokenizer, where, expand_weights(loaded) if where.type == "cpu" else None)
+    expansion = expand_weights(loaded) if where.type == "cpu" else None
+    return Generator(loaded, tokenizer, where, expansion, runner_for(loaded, where))
 
 
 def answer(
@@ -138,7 +140,8 @@ def answer(
     timing = timing or Timing()
     began = time.perf_counter()
     draw = drawer(settings.sampling, generator.device)
-    session = start(generator.model, ids, ids.shape[1] + settings.max_new_tokens, padding=padding, draw=draw)
+    capacity = ids.shape[1] + settings.max_new_tokens
+    session = start(generator.model, ids, capacity, runner=generator.runner, padding=padding, draw=draw)
     for tokens in new_tokens(session, settings.max_new_tokens):
         for index, token in enumerate(tokens[:, 0].tolist()):
             if not answers[index].done:

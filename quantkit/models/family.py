@@ -50,8 +50,9 @@ class Chain:
 class Attention:
     """An attention that is output(softmax(scaling q k^T) v), q, k and v being products of the same input.
 
-    module: has the attributes ``scaling``, a number, and ``layer_idx``, the layer of the cache. inputs: the Linears
-    that make q, k and v, or the one that makes all three in this order. output: the Linear behind the attention.
+    module: has the attributes ``scaling``, a number, ``head_dim``, D below, and ``layer_idx``, the layer of the cache.
+    inputs: the Linears that make q, k and v, or the one that makes all three, equally wide, in this order.
+    output: the Linear behind the attention.
     head_norms: norms of every head of q and of k, or none. All are module names inside the block.
     rotary: whether q and k are rotated behind their norms by the block's ``position_embeddings``, cosine and sine
     [1, M, D] each: value i of a head with value i + D / 2.

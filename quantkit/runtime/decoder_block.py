@@ -1,9 +1,9 @@
-"""Decoder blocks of single tokens, with fewer kernels than transformers' own code.
+"""Decoder blocks that generate, with fewer kernels than transformers' own code: of prompts and of single tokens.
 
 A block that the family table describes in full (ResidualBlock) computes here what its class computes, every sum and
 function rounded where it was before, in one kernel each:
 
-  norm -> q, k, v -> attention with rotary and cache update -> output + residual
+  norm -> q, k, v -> attention with rotary and cache update (fused_attention.py) -> output + residual
   norm -> gate, source -> activation -> target + residual
 
 The additions are left to the products before them where those have a kernel with an epilogue, as is an activation
@@ -16,95 +16,55 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from quantkit.models.families import decoder_blocks, known_family
+from quantkit.models.families import decoder_blocks, known_family, linear_shape
 from quantkit.models.family import Attention, ResidualBlock
-from quantkit.nn.quantized_linear import QuantizedLinear
-from quantkit.nn.table import LINEARS
 from quantkit.ops.activations import activation_name
-from quantkit.ops.decode.launch import Token
-from quantkit.ops.decode.layout import can_attend, can_gate, can_rotate
-from quantkit.ops.decode.op import attention, gated
+from quantkit.ops.decode.layout import can_gate
+from quantkit.ops.decode.op import gated
 from quantkit.ops.epilogue import Epilogue
-from quantkit.runtime.merged_linears import MergedLinears, merge_linears
+from quantkit.runtime.fused_attention import FusedAttention, Rotary
+from quantkit.runtime.merged_linears import EpilogueProduct, MergedLinears, merge_linears, product_with_epilogue
 from quantkit.runtime.norms import FastNorm, fast_norm
 from quantkit.runtime.prefix import has_prefix
 from quantkit.runtime.twin import holds_watched
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosine and sine of a token's angles, [1 or B, 1, D] each."""
+_PARTS = 3  # q, k and v of one product
 
 
 @dataclass(frozen=True, eq=False)
-class TokenAttention:
-    """Attention of one token of each sequence up to the Linear behind it, in floating point always.
+class Projection:
+    """The Linear that ends a residual branch, and its product with the addition where a kernel has both."""
 
-    module: transformers' attention. scale: of q k^T. query_scale: of q before that, or None.
-    """
+    linear: nn.Module
+    product: EpilogueProduct | None
 
-    module: Any
-    products: MergedLinears
-    head_norms: tuple[FastNorm, ...]
-    scale: float
-    query_scale: float | None
-
-    def __call__(self, x: Tensor, cache: Any, mask: Tensor, rotary: Rotary | None) -> Tensor:
-        """y [B, 1, H D] for x [B, 1, K]; key and value go into the cache, a StaticCache, at its next position.
-
-        mask: [B or 1, 1, 1, capacity] bool. The cache's count stays: one addition behind all blocks serves them all.
-        """
-        layer = cache.layers[self.module.layer_idx]
-        keys, values, position = layer.keys, layer.values, layer.cumulative_length.view(1)
-        q, k, v = self._heads(x, keys)
-        by_kernel, query_scale = can_attend(q, keys), self.query_scale
-        if not by_kernel or not (rotary is None or can_rotate(q, rotary)):
-            if query_scale is not None:
-                q, query_scale = q * query_scale, None
-            if rotary is not None:
-                q, k, rotary = _rotated(q, rotary), _rotated(k, rotary), None
-        if by_kernel:
-            token = Token(k, v, position, rotary)
-            y = attention(q, token, (keys, values), mask, self.scale, 1.0 if query_scale is None else query_scale)
-        else:
-            keys.index_copy_(2, position, k)
-            values.index_copy_(2, position, v)
-            y = sdpa_attention_forward(self.module, q, keys, values, mask, scaling=self.scale)[0]
-        return y.reshape(len(x), 1, -1)
-
-    def _heads(self, x: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v [B, heads, 1, D] of x, normed; keys: [B, heads of k and v, capacity, D]."""
-        products, width = self.products(x), keys.shape[1] * keys.shape[-1]
-        if len(products) == 1:
-            products = products[0].split((products[0].shape[-1] - 2 * width, width, width), dim=-1)
-        q, k, v = (y.view(len(x), 1, -1, keys.shape[-1]) for y in products)
-        if self.head_norms:
-            q, k = self.head_norms[0](q), self.head_norms[1](k)
-        return tuple(y.transpose(1, 2) for y in (q, k, v))
-
-
-def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
-    """x [B, H, 1, D] rotated, value i with value i + D / 2, in the steps in which transformers does it."""
-    cosine, sine = (part.unsqueeze(1) for part in rotary)
-    first, second = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-second, first), dim=-1) * sine
+    @classmethod
+    def of(cls, linear: nn.Module) -> Projection:
+        """Of a Linear whose tensors stay what they are."""
+        return cls(linear, product_with_epilogue(linear))
 
 
 @dataclass(frozen=True, eq=False)
-class TokenBlock:
-    """A decoder block of one token of each sequence.
+class FusedBlock:
+    """A decoder block of the last token of each sequence, or of whole prompts.
 
-    inputs: gate and source, or source. activation: of ACTIVATIONS, or None.
+    output, target: behind the attention, and behind the activation ``function``. inputs: gate and source, or source.
+    activated: the product of source and the activation, where there is no gate and a kernel has both.
+    activation: of ACTIVATIONS, or None.
     """
 
     block: nn.Module
-    row: ResidualBlock
+    rotary: bool
     norms: tuple[FastNorm, ...]
-    attention: TokenAttention
+    attention: FusedAttention
+    output: Projection
     inputs: MergedLinears
+    activated: EpilogueProduct | None
+    function: nn.Module
     activation: str | None
+    target: Projection
 
     def forward(
         self,
@@ -115,76 +75,83 @@ class TokenBlock:
         position_embeddings: Rotary | None = None,
         **__: Any,
     ) -> Tensor:
-        """The block's result for hidden_states [B, 1, K]; the rest as TokenAttention takes it.
+        """The block's result for hidden_states [B, M, K]; the rest as FusedAttention takes it.
 
-        What else transformers hands its blocks (positions, whether to cache) says nothing more of a single token. GPT-2
-        hands the cache and the mask by their places, the others by name.
+        What else transformers hands its blocks (positions, whether to cache) says nothing more. GPT-2 hands the cache
+        and the mask by their places, the others by name.
         """
-        rotary = position_embeddings if self.row.attention.rotary else None
+        rotary, output, target = position_embeddings if self.rotary else None, self.output, self.target
         y = self.attention(self.norms[0](hidden_states), past_key_values, attention_mask, rotary)
-        output, target = map(self.block.get_submodule, (self.row.attention.output, self.row.target))
-        if _takes_epilogue(output):
-            hidden_states = _with_epilogue(output, y, residual=hidden_states)
+        if output.product is not None:
+            hidden_states = output.product(y, Epilogue(residual=hidden_states))
             normal = self.norms[1](hidden_states)
         else:
-            hidden_states, normal = self.norms[1].after_adding(hidden_states, output(y))
+            hidden_states, normal = self.norms[1].after_adding(hidden_states, output.linear(y))
         between = self._between(normal)
-        if _takes_epilogue(target):
-            return _with_epilogue(target, between, residual=hidden_states)
-        result: Tensor = hidden_states + target(between)
+        if target.product is not None:
+            return target.product(between, Epilogue(residual=hidden_states))
+        result: Tensor = hidden_states + target.linear(between)
         return result
 
     def _between(self, x: Tensor) -> Tensor:
-        function, source = self.block.get_submodule(self.row.activation), self.inputs.modules[-1]
-        if self.row.gate is None and self.activation is not None and _takes_epilogue(source):
-            return _with_epilogue(source, x, activation=self.activation)
+        if self.activated is not None:
+            return self.activated(x, Epilogue(self.activation))
         *gates, y = self.inputs(x)
         result: Tensor
         if not gates:
-            result = function(y)
+            result = self.function(y)
         elif self.activation is not None and can_gate(gates[0], y):
             result = gated(gates[0], y, self.activation)
         else:
-            result = function(gates[0]) * y
+            result = self.function(gates[0]) * y
         return result
 
 
-def token_blocks(model: nn.Module) -> list[TokenBlock]:
+def fused_blocks(model: nn.Module) -> list[FusedBlock]:
     """The model's decoder blocks that the family table describes in full; none in training.
 
     None for a model without a row there, whose blocks may hold no Linear any more by which they would be found.
-    Left out, too, are blocks inside which something watches a module, and models with a key/value prefix, which the
-    attention kernel does not read.
+    Left out, too, are blocks inside which something watches a module, and models with a key/value prefix, which
+    FusedAttention does not read.
     """
     family, config = known_family(model), getattr(model, "config", None)
     row = None if family is None else family.block
     if row is None or model.training or has_prefix(model) or not row.exact(config):
         return []
     blocks = (block for _, block in decoder_blocks(model) if row.describes(block) and not holds_watched(block))
-    return [made for block in blocks if (made := _token_block(block, row)) is not None]
+    return [made for block in blocks if (made := _fused_block(block, row)) is not None]
 
 
-def _token_block(block: nn.Module, row: ResidualBlock) -> TokenBlock | None:
+def _fused_block(block: nn.Module, row: ResidualBlock) -> FusedBlock | None:
     norms, head_norms = _fast_norms(block, row.norms), _fast_norms(block, row.attention.head_norms)
     if norms is None or head_norms is None:
         return None
     inputs = _submodules(block, (row.source,) if row.gate is None else (row.gate, row.source))
-    return TokenBlock(
+    output, function, target = _submodules(block, (row.attention.output, row.activation, row.target))
+    merged, activation = merge_linears(inputs), activation_name(function)
+    return FusedBlock(
         block=block,
-        row=row,
+        rotary=row.attention.rotary,
         norms=norms,
-        attention=_token_attention(block, row.attention, head_norms),
-        inputs=merge_linears(inputs),
-        activation=activation_name(block.get_submodule(row.activation)),
+        attention=_fused_attention(block, row.attention, head_norms),
+        output=Projection.of(output),
+        inputs=merged,
+        activated=product_with_epilogue(inputs[-1]) if row.gate is None and activation is not None else None,
+        function=function,
+        activation=activation,
+        target=Projection.of(target),
     )
 
 
-def _token_attention(block: nn.Module, row: Attention, head_norms: tuple[FastNorm, ...]) -> TokenAttention:
+def _fused_attention(block: nn.Module, row: Attention, head_norms: tuple[FastNorm, ...]) -> FusedAttention:
     module: Any = block.get_submodule(row.module)
-    return TokenAttention(
+    inputs = _submodules(block, row.inputs)
+    last, _ = linear_shape(inputs[-1])
+    return FusedAttention(
         module=module,
-        products=merge_linears(_submodules(block, row.inputs)),
+        products=merge_linears(inputs),
         head_norms=head_norms,
+        kv_features=last if len(inputs) > 1 else last // _PARTS,
         scale=1.0 if row.scales_query else module.scaling,
         query_scale=module.scaling if row.scales_query else None,
     )
@@ -198,16 +165,3 @@ def _fast_norms(block: nn.Module, names: Sequence[str]) -> tuple[FastNorm, ...] 
     """The norms of those names, or None where one has no kernel."""
     norms = tuple(norm for module in _submodules(block, names) if (norm := fast_norm(module)) is not None)
     return norms if len(norms) == len(names) else None
-
-
-def _takes_epilogue(module: nn.Module) -> bool:
-    """Whether the module's product has a kernel for what follows it."""
-    if not isinstance(module, QuantizedLinear) or not module.prepared or module.follower is not None:
-        return False
-    return LINEARS[module.format_name].epilogue_forward is not None
-
-
-def _with_epilogue(module: Any, x: Tensor, *, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
-    forward = LINEARS[module.format_name].epilogue_forward
-    assert forward is not None
-    return forward(module.spec, module.held, module.shape, x, module.bias, Epilogue(activation, residual))

@@ -104,6 +104,11 @@ def install(model: Any, scales: Mapping[str, AttentionScales]) -> None:
     model.set_attn_implementation(_NAME)
 
 
+def has_scales(module: nn.Module) -> bool:
+    """Whether an attention module computes in INT8."""
+    return hasattr(module, _SCALES)
+
+
 def int8_attention(
     module: nn.Module,
     query: Tensor,

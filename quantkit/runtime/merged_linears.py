@@ -1,4 +1,4 @@
-"""Linears that read one input (q, k, v; gate, up) as one product, while single tokens are decoded.
+"""Linears that read one input (q, k, v; gate, up) as one product, and products with what follows them.
 
 Their tensors become parts of one: each Linear gets Parameters that are views of it in the place of its own. So merging
 takes no memory, and each Linear still runs, is saved and moves by itself. A Linear whose tensors moved has its own
@@ -22,8 +22,10 @@ from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import LINEARS
 from quantkit.ops.bcq.autotune import ensure_measured
 from quantkit.ops.bcq.instances import TILE_N
+from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue
 
 Product = Callable[[Tensor], Tensor]
+EpilogueProduct = Callable[[Tensor, Epilogue], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +79,20 @@ def _tiled_product(modules: Sequence[QuantizedLinear]) -> Product:
     weight = prepared_weight(first.spec, tensors, shape)
     if weight.tiles.is_cuda:
         ensure_measured(weight)
-    forward, bias = LINEARS[first.format_name].prepared_forward, joined_bias(modules)
+    forward, bias = LINEARS[first.format_name].epilogue_forward, joined_bias(modules)
     assert forward is not None
-    return lambda x: forward(first.spec, tensors, shape, x, bias)
+    return lambda x: forward(first.spec, tensors, shape, x, bias, NO_EPILOGUE)
+
+
+def product_with_epilogue(module: nn.Module) -> EpilogueProduct | None:
+    """The product of a Linear's tensors as they are now with what follows it, or None where no kernel has both."""
+    if not isinstance(module, QuantizedLinear) or not module.prepared:
+        return None
+    forward, spec, held = LINEARS[module.format_name].epilogue_forward, module.spec, module.held
+    if forward is None:
+        return None
+    shape, bias = module.shape, module.bias
+    return lambda x, epilogue: forward(spec, held, shape, x, bias, epilogue)
 
 
 def joined_tensors(modules: Sequence[QuantizedLinear]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from quantkit.cuda.device import gpu_of
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.bcq import autotune
 from quantkit.ops.bcq.op import BcqLinearPrepared, bcq_linear_with_epilogue
-from quantkit.ops.decode.op import add_norm, attention, gated, norm
+from quantkit.ops.decode.op import add_norm, attention, gated, norm, place_prompt
 from quantkit.ops.epilogue import Epilogue
 from quantkit.ops.instances import INSTANCES, all_units
 from quantkit.ops.registry import OPS
@@ -24,7 +24,7 @@ from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
 from quantkit.quantizers.trellis.filters import filter_for
 from tests.ops.bcq.cases import random_weight
-from tests.ops.decode.cases import token_behind_others
+from tests.ops.decode.cases import prompt_heads, token_behind_others
 from tests.ops.launches import Recorder, record
 from tests.ops.table import NAMES, is_asked_for
 
@@ -67,6 +67,9 @@ def _run_decode() -> None:
             attention(q, token, cache, mask, 0.7)
             long = tuple(torch.zeros(1, 2, 9000, head_dim, dtype=dtype) for _ in range(2))
             attention(q, token, (long[0], long[1]), torch.ones(1, 1, 1, 9000).bool(), 0.7)
+        for rotary, scale in ((True, None), (False, 0.5), (False, None)):
+            heads, angles, cache = prompt_heads(2, 9, dtype, CPU)
+            place_prompt(heads, angles if rotary else None, cache, scale)
         for activation in ACTIVATIONS:
             gated(torch.zeros(2, 64, dtype=dtype), torch.zeros(2, 64, dtype=dtype), activation)
 

@@ -22,7 +22,7 @@ from quantkit.runtime import batch_chunks
 from quantkit.runtime.batch_chunks import chunk_batches
 from quantkit.runtime.cuda_graph import FilledScalars
 from quantkit.runtime.fused_ffn import fuse_chains
-from quantkit.runtime.generation import next_logits, start
+from quantkit.runtime.generation import fused_runner, next_logits, start
 from tests.tiny import CONFIGS
 
 GATED: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 320}
@@ -181,7 +181,7 @@ def test_gradients_are_those_of_the_whole() -> None:
 @torch.no_grad()
 def test_decoding_leaves_the_chunks_in_place(chunks: list[int]) -> None:
     model, ids = _model("opt"), _ids(1)
-    next_logits(start(model, ids, 32, fast=True))
+    next_logits(start(model, ids, 32, runner=fused_runner(model)))
     model(_ids(3), use_cache=False)
     assert chunks == [2, 1] * 2
 

@@ -17,8 +17,8 @@ from transformers.models.llama import modeling_llama
 from quantkit.models.families import decoder_blocks
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.runtime import decoder_block
-from quantkit.runtime.decoder_block import token_blocks
-from quantkit.runtime.generation import Session, next_logits, start
+from quantkit.runtime.decoder_block import fused_blocks
+from quantkit.runtime.generation import Runner, Session, fused_runner, next_logits, start
 from tests.runtime.test_merged_linears import packed
 from tests.tiny import CONFIGS
 
@@ -71,6 +71,37 @@ def advance(session: Session, token: Tensor) -> None:
     session.position.add_(1)
 
 
+def behind_one_prompt(model: Any, ids: Tensor) -> list[Session]:
+    """Sessions that go on with fused blocks and with the model's own code, which has read the prompt for both."""
+    runners = fused_runner(model), Runner(model)
+    return [replace(start(model, ids, 32, runner=Runner(model)), runner=runner) for runner in runners]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+@pytest.mark.parametrize("length", [1, 9])
+@pytest.mark.parametrize("method", [None, *METHODS.values()], ids=["float", *METHODS])
+@pytest.mark.parametrize("family", COVERED)
+def test_prompts_fill_the_cache_as_the_models_own_code_does(
+    family: str, method: str | None, length: int, padded: bool
+) -> None:
+    model = model_of(COVERED[family])
+    if method is not None:
+        packed_by(model, method)
+    ids, runners = torch.randint(5, 50, (3, length)), (fused_runner(model), Runner(model))
+    padding = torch.arange(3).clamp(max=length - 1) if padded else None
+    fast, plain = (start(model, ids, 32, runner=runner, padding=padding) for runner in runners)
+    close = {"rtol": MERGED_TOLERANCE, "atol": MERGED_TOLERANCE}
+    for own, other in zip(fast.cache.layers, plain.cache.layers, strict=True):
+        assert own.cumulative_length == other.cumulative_length == length
+        seen = torch.arange(32) >= (torch.zeros(3) if padding is None else padding)[:, None]
+        for got, expected in ((own.keys, other.keys), (own.values, other.values)):
+            got, expected = (part[:, :, :32].transpose(1, 2)[seen] for part in (got, expected))
+            torch.testing.assert_close(got, expected, **close)
+    for session in (fast, plain):
+        session.token.copy_(plain.token)
+    torch.testing.assert_close(next_logits(fast), next_logits(plain), **close)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("method", [None, *METHODS.values()], ids=["float", *METHODS])
 @pytest.mark.parametrize("family", COVERED)
@@ -81,8 +112,8 @@ def test_logits_are_the_models_own_to_the_bit(family: str, method: str | None, b
     # Of several rows a merged product adds in another order than its Linears by themselves.
     close = {"rtol": 0, "atol": 0} if batch == 1 else {"rtol": MERGED_TOLERANCE, "atol": MERGED_TOLERANCE}
     ids = torch.randint(5, 50, (batch, 9))
-    fast, plain = (start(model, ids, 32, fast=fast) for fast in (True, False))
-    assert fast.decoder.layers == (0, 1)
+    fast, plain = behind_one_prompt(model, ids)
+    assert fast.runner.layers == (0, 1)
     for _ in range(3):
         expected = next_logits(plain)
         torch.testing.assert_close(next_logits(fast), expected, **close)
@@ -97,7 +128,8 @@ def test_logits_are_the_models_own_to_the_bit(family: str, method: str | None, b
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
 def test_the_classes_own_code_does_not_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(COVERED[family])
-    session, plain = (start(model, torch.randint(5, 50, (1, 9)), 32, fast=fast) for fast in (True, False))
+    ids, runners = torch.randint(5, 50, (1, 9)), (fused_runner(model), Runner(model))
+    session, plain = (start(model, ids, 32, runner=runner) for runner in runners)
     _, block = decoder_blocks(model)[0]
     for kind in (type(block), type(block.self_attn)):
         monkeypatch.setattr(kind, "forward", lambda *_, **__: pytest.fail("transformers' own code"))
@@ -108,7 +140,7 @@ def test_the_classes_own_code_does_not_run(family: str, monkeypatch: pytest.Monk
 
 def test_nothing_outside_the_session_is_replaced() -> None:
     model = model_of(CONFIGS["llama"])
-    session = start(model, torch.randint(5, 50, (1, 9)), 32, fast=True)
+    session = start(model, torch.randint(5, 50, (1, 9)), 32, runner=fused_runner(model))
     before = {name: dict(vars(sys.modules[name])) for name in sys.modules if name.startswith("transformers.models.ll")}
     modules, scaling = dict(model.named_modules()), model.model.layers[0].self_attn.scaling
     attention = model.config._attn_implementation
@@ -127,8 +159,8 @@ def test_nothing_outside_the_session_is_replaced() -> None:
     assert model.model.layers[0].self_attn.scaling is scaling
 
 
-def blocks_of(config: PretrainedConfig) -> list[decoder_block.TokenBlock]:
-    return token_blocks(model_of(config))
+def blocks_of(config: PretrainedConfig) -> list[decoder_block.FusedBlock]:
+    return fused_blocks(model_of(config))
 
 
 def test_families_whose_blocks_are_not_described_keep_their_own_code() -> None:
@@ -148,14 +180,14 @@ def test_norms_without_a_weight_keep_their_own_code() -> None:
 
 
 def test_training_keeps_its_own_code() -> None:
-    assert token_blocks(model_of(CONFIGS["opt"]).train()) == []
+    assert fused_blocks(model_of(CONFIGS["opt"]).train()) == []
 
 
 def test_other_classes_keep_their_own_code() -> None:
     model = model_of(CONFIGS["llama"])
     _, block = decoder_blocks(model)[0]
     block.__class__ = type("LlamaDecoderLayer", (type(block),), {"__module__": "somewhere.else"})
-    assert len(token_blocks(model)) == len(decoder_blocks(model)) - 1
+    assert len(fused_blocks(model)) == len(decoder_blocks(model)) - 1
 
 
 def test_a_block_that_keeps_its_own_code_counts_its_own_tokens() -> None:
@@ -163,8 +195,8 @@ def test_a_block_that_keeps_its_own_code_counts_its_own_tokens() -> None:
     (_, stranger), _ = decoder_blocks(model)
     stranger.__class__ = type("LlamaDecoderLayer", (type(stranger),), {"__module__": "somewhere.else"})
     ids = torch.randint(5, 50, (1, 9))
-    fast, plain = (start(model, ids, 32, fast=fast) for fast in (True, False))
-    assert fast.decoder.layers == (1,)
+    fast, plain = behind_one_prompt(model, ids)
+    assert fast.runner.layers == (1,)
     for _ in range(3):
         expected = next_logits(plain)
         assert torch.equal(next_logits(fast), expected)
@@ -178,8 +210,8 @@ def test_watched_blocks_keep_their_own_code() -> None:
     (_, first), (_, second) = decoder_blocks(model)
     first.mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
     second.register_forward_hook(lambda *_: seen.append(2))
-    assert [made.block for made in token_blocks(model)] == [second]
-    session = start(model, torch.randint(5, 50, (1, 9)), 32, fast=True)
+    assert [made.block for made in fused_blocks(model)] == [second]
+    session = start(model, torch.randint(5, 50, (1, 9)), 32, runner=fused_runner(model))
     seen.clear()
     next_logits(session)
     assert seen == [1, 2]
@@ -209,8 +241,8 @@ def test_packed_models_agree_on_a_gpu(family: str, method: str, batch: int, padd
     model.to(dtype).cuda()
     ids = torch.randint(5, 50, (batch, 9), device="cuda")
     padding = torch.arange(batch, device="cuda") if padded else None
-    fast, plain = (start(model, ids, 32, fast=fast, padding=padding) for fast in (None, False))
-    assert fast.decoder.layers == (0, 1)
+    fast, plain = (start(model, ids, 32, runner=runner, padding=padding) for runner in (None, Runner(model)))
+    assert fast.runner.layers == (0, 1)
     for _ in range(3):
         expected = next_logits(plain)
         got = next_logits(fast)
@@ -228,14 +260,18 @@ def test_a_packed_block_has_no_kernels_of_torch_between_its_products(
     model = model_of(FULL[family])
     packed_by(model, method)
     model.half().cuda()
-    seen, forward = Seen(), decoder_block.TokenBlock.forward
+    seen, forward = Seen(), decoder_block.FusedBlock.forward
 
     def watched(*args: Any, **options: Any) -> Tensor:
         with seen:
             return forward(*args, **options)
 
-    monkeypatch.setattr(decoder_block.TokenBlock, "forward", watched)
-    next_logits(start(model, torch.randint(5, 50, (1, 9), device="cuda"), 32))
+    monkeypatch.setattr(decoder_block.FusedBlock, "forward", watched)
+    session = start(model, torch.randint(5, 50, (1, 9), device="cuda"), 32)
+    # Norms of heads read rows without gaps, which those of a prompt are not.
+    assert seen.names & set(BETWEEN) == ({"clone"} if family == "qwen3" else set())
+    seen.names.clear()
+    next_logits(session)
     assert seen.names
     assert not seen.names & set(BETWEEN)
 
@@ -247,4 +283,4 @@ def test_a_norm_of_a_class_that_computes_something_else_is_left_alone() -> None:
     model = model_of(CONFIGS["opt"])
     _, block = decoder_blocks(model)[0]
     block.final_layer_norm.__class__ = Shifted
-    assert len(token_blocks(model)) == len(decoder_blocks(model)) - 1
+    assert len(fused_blocks(model)) == len(decoder_blocks(model)) - 1

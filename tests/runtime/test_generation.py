@@ -15,20 +15,22 @@ from transformers import AutoModelForCausalLM, FalconConfig, MistralConfig
 
 from quantkit.errors import GenerationError
 from quantkit.models.loading import load_model
-from quantkit.runtime.generation import captured_step, generate, next_logits, start, step
+from quantkit.runtime.generation import Runner, captured_step, fused_runner, generate, next_logits, start, step
 from tests.runtime.test_decoder_block import COVERED, model_of
 from tests.runtime.test_merged_linears import packed
 
 LOGITS_RTOL = 5e-3  # two fp16 blocks, rounded in other places
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["own-code", "fast"])
+@pytest.mark.parametrize("runner", [Runner, fused_runner], ids=["own-code", "fused"])
 @pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gpt2"])
-def test_greedy_tokens_equal_those_of_transformers(tiny_model: Callable[[str], Path], family: str, fast: bool) -> None:
+def test_greedy_tokens_equal_those_of_transformers(
+    tiny_model: Callable[[str], Path], family: str, runner: Callable[[Any], Runner]
+) -> None:
     model, _ = load_model(str(tiny_model(family)))
     ids = torch.randint(10, 300, (1, 7))
     expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(generate(model, ids, 9, fast=fast), expected[0])
+    assert torch.equal(generate(model, ids, 9, runner=runner(model)), expected[0])
 
 
 @pytest.mark.parametrize("alibi", [False, True], ids=["rotary", "alibi"])
@@ -59,7 +61,7 @@ def generate_at_once(models: list[Any], prompts: list[Tensor], new_tokens: int) 
 
     def run(model: Any, ids: Tensor) -> Tensor:
         together.wait()
-        session = start(model, ids, ids.shape[1] + new_tokens, fast=True)
+        session = start(model, ids, ids.shape[1] + new_tokens, runner=fused_runner(model))
         advance = captured_step(session)
         for _ in range(new_tokens - 1):
             together.wait()
@@ -84,7 +86,7 @@ def test_models_in_several_threads_give_the_tokens_that_each_gives_alone(
         for model in models:
             packed(model, method)
     prompts = [torch.randint(5, 50, (1, 6 + index)) for index in range(len(models))]
-    alone = [generate(model, ids, 20, fast=True) for model, ids in zip(models, prompts, strict=True)]
+    alone = [generate(model, ids, 20, runner=fused_runner(model)) for model, ids in zip(models, prompts, strict=True)]
     assert len({tuple(tokens[-20:].tolist()) for tokens in alone}) == len(models)
     for _ in range(3):
         assert all(map(torch.equal, generate_at_once(models, prompts, 20), alone))
@@ -92,16 +94,16 @@ def test_models_in_several_threads_give_the_tokens_that_each_gives_alone(
 
 def test_one_model_continues_two_prompts_in_two_threads() -> None:
     model, prompts = model_of(COVERED["llama"]), [torch.randint(5, 50, (1, 6)) for _ in range(2)]
-    alone = [generate(model, ids, 20, fast=True) for ids in prompts]
+    alone = [generate(model, ids, 20, runner=fused_runner(model)) for ids in prompts]
     assert all(map(torch.equal, generate_at_once([model, model], prompts, 20), alone))
 
 
 def test_a_session_goes_on_beside_a_later_one_of_the_same_model() -> None:
     model, prompts = model_of(COVERED["opt"]), [torch.randint(5, 50, (1, 6)) for _ in range(2)]
-    alone = [generate(model, ids, 8, fast=True) for ids in prompts]
+    alone = [generate(model, ids, 8, runner=fused_runner(model)) for ids in prompts]
     sessions = []
     for ids in prompts:
-        sessions.append(start(model, ids, 14, fast=True))
+        sessions.append(start(model, ids, 14, runner=fused_runner(model)))
         step(sessions[0])
     for _ in range(5):
         step(sessions[0])
@@ -115,7 +117,7 @@ def test_a_session_goes_on_beside_a_later_one_of_the_same_model() -> None:
 def test_the_cpu_runs_the_models_own_code(tiny_model: Callable[[str], Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
     session = start(model, torch.tensor([[1, 2, 3]]), 8)
-    assert session.decoder.model is model
+    assert session.runner.model is model
 
 
 def test_a_prompt_of_no_tokens_is_refused(tiny_model: Callable[[str], Path]) -> None:
@@ -138,11 +140,11 @@ def windowed_model() -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["own-code", "fast"])
-def test_tokens_within_a_sliding_window_equal_those_of_transformers(fast: bool) -> None:
+@pytest.mark.parametrize("runner", [Runner, fused_runner], ids=["own-code", "fused"])
+def test_tokens_within_a_sliding_window_equal_those_of_transformers(runner: Callable[[Any], Runner]) -> None:
     model, ids = windowed_model(), torch.randint(10, 300, (1, 9))
     expected = model.generate(ids, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert torch.equal(generate(model, ids, 10, fast=fast), expected[0])
+    assert torch.equal(generate(model, ids, 10, runner=runner(model)), expected[0])
 
 
 def test_a_text_beyond_the_sliding_window_is_refused() -> None:
@@ -156,7 +158,7 @@ def test_a_text_beyond_the_sliding_window_is_refused() -> None:
 def test_logits_agree_with_the_models_own_code(family: str, tiny_model: Callable[[str], Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model(family)).half().cuda().eval()
     ids = torch.randint(5, 50, (1, 9), device="cuda")
-    fast, plain = (start(model, ids, 32, fast=fast) for fast in (None, False))
+    fast, plain = (start(model, ids, 32, runner=runner) for runner in (None, Runner(model)))
     for _ in range(3):
         expected = next_logits(plain)
         assert (next_logits(fast) - expected).norm() < LOGITS_RTOL * expected.norm()

@@ -15,7 +15,7 @@ from quantkit.models.experts import RoutedExperts
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.recipe import load_recipe
 from quantkit.runtime import grouped_experts
-from quantkit.runtime.decoder_block import token_blocks
+from quantkit.runtime.decoder_block import fused_blocks
 from quantkit.runtime.generation import captured_step, start, step
 from quantkit.runtime.grouped_experts import ExpertsWeight, GroupedExperts, group_experts, run_by_host
 from tests.tiny import VOCABULARY
@@ -137,7 +137,7 @@ def test_experts_on_a_cpu_are_run_by_the_host(quantized: Tiny) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_single_tokens_take_the_models_own_blocks(family: str, quantized: Tiny) -> None:
     model = AutoModelForCausalLM.from_pretrained(quantized(family))
-    assert token_blocks(model) == []  # its blocks hold no Linear in floating point, by which others are found
+    assert fused_blocks(model) == []  # its blocks hold no Linear in floating point, by which others are found
 
 
 @pytest.mark.cuda

@@ -1,4 +1,4 @@
-"""What a block of one token launches on a GPU, told by stand-ins of the kernels on a CPU: how many, in which order."""
+"""What a block of a prompt or of one token launches on a GPU, and in which order, told by stand-ins of the kernels."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from torch.nn.functional import layer_norm, rms_norm
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from quantkit.nn import bcq_linear
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.decode.launch import Token
-from quantkit.runtime import decoder_block, norms
-from quantkit.runtime.generation import next_logits, start
+from quantkit.ops.epilogue import NO_EPILOGUE
+from quantkit.runtime import decoder_block, fused_attention, norms
+from quantkit.runtime.generation import Runner, fused_runner, next_logits, start
 from tests.runtime.test_decoder_block import COVERED, model_of
 from tests.runtime.test_merged_linears import packed
 
 RTOL = 1e-4  # fp32 sums in other orders, two blocks
-VIEWS = ("view", "_unsafe_view", "transpose", "split", "split_with_sizes", "t", "unsqueeze", "slice", "detach", "alias")
+VIEWS = ("view", "_unsafe_view", "transpose", "t", "unsqueeze", "split", "split_with_sizes", "unbind", "slice")
+NAMES_ONLY = ("detach", "alias")
 
 
 class Launches(TorchDispatchMode):
@@ -33,7 +36,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
-        if name not in VIEWS:
+        if name not in (*VIEWS, *NAMES_ONLY):
             self.names.append(name)
         return func(*args, **(kwargs or {}))
 
@@ -76,6 +79,17 @@ def attention(
     return (scores.softmax(-1) @ wide[1]).transpose(1, 2).contiguous()
 
 
+def place_prompt(heads: tuple[Tensor, ...], rotary: Any, cache: tuple[Tensor, Tensor], query_scale: Any) -> Tensor:
+    """Likewise."""
+    q, k, v = heads
+    q = q if query_scale is None else q * query_scale
+    if rotary is not None:
+        q, k = apply_rotary_pos_emb(q, k, *rotary)
+    for stored, new in zip(cache, (k, v), strict=True):
+        stored[:, :, : new.shape[2]] = new
+    return q
+
+
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation].apply(gate) * up
 
@@ -84,7 +98,7 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
     """Inside, blocks think that they are on a GPU; yields what each of them launches."""
     launches, seen = Launches(), list[list[str]]()
-    run = decoder_block.TokenBlock.forward
+    run = decoder_block.FusedBlock.forward
 
     def forward(*args: Any, **options: Any) -> Tensor:
         launches.names.clear()
@@ -94,20 +108,31 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(decoder_block.TokenBlock, "forward", forward)
-        for name in ("can_attend", "can_gate"):
-            patch.setattr(decoder_block, name, lambda *_: True)
+        patch.setattr(decoder_block.FusedBlock, "forward", forward)
+        for module, name in (
+            (fused_attention, "can_attend"),
+            (fused_attention, "can_place"),
+            (decoder_block, "can_gate"),
+        ):
+            patch.setattr(module, name, lambda *_: True)
         patch.setattr(norms, "can_norm", lambda x: True)
         patch.setattr(norms, "norm", launches.named("norm", norm))
         patch.setattr(norms, "add_norm", launches.named("add_norm", add_norm))
-        patch.setattr(decoder_block, "attention", launches.named("attention", attention))
+        patch.setattr(fused_attention, "attention", launches.named("attention", attention))
+        patch.setattr(fused_attention, "place_prompt", launches.named("place", place_prompt))
+        of_torch = launches.named("torch's attention", fused_attention.sdpa_attention_forward)
+        patch.setattr(fused_attention, "sdpa_attention_forward", of_torch)
         patch.setattr(decoder_block, "gated", launches.named("gated", gated))
-        with_epilogue = launches.named("product with epilogue", decoder_block._with_epilogue)
-        patch.setattr(decoder_block, "_with_epilogue", with_epilogue)
+        products = {name: launches.named(name, bcq_linear.bcq_linear_with_epilogue) for name in (PACKED, EPILOGUE)}
+        patch.setattr(
+            bcq_linear,
+            "bcq_linear_with_epilogue",
+            lambda op, epilogue: products[PACKED if epilogue is NO_EPILOGUE else EPILOGUE](op, epilogue),
+        )
         yield seen
 
 
-PACKED, PLAIN, BIASED, EPILOGUE = "bcq_linear_prepared", "mm", "addmm", "product with epilogue"
+PACKED, PLAIN, BIASED, EPILOGUE = "product", "mm", "addmm", "product with epilogue"
 GATED_BLOCK = ["norm", PACKED, "attention", EPILOGUE, "norm", PACKED, "gated", EPILOGUE]
 SEQUENCES = {
     ("mistral", "bcq-w3-g32"): GATED_BLOCK,
@@ -128,12 +153,16 @@ def test_a_block_launches_these_kernels_and_no_others(
     if method is not None:
         packed(model, method)
     ids = torch.randint(5, 50, (batch, 9))
-    plain = start(model, ids, 32, fast=False)
+    plain = start(model, ids, 32, runner=Runner(model))
     expected = next_logits(plain)
     with stand_ins(monkeypatch) as launched:
-        fast = start(model, ids, 32, fast=True)
+        fast = start(model, ids, 32, runner=fused_runner(model))
         torch.testing.assert_close(next_logits(fast), expected, rtol=RTOL, atol=RTOL)
-    assert launched == [SEQUENCES[family, method]] * 2
+    sequence = SEQUENCES[family, method]
+    place = sequence.index("attention")
+    of_prompts = [*sequence[:place], "place", "torch's attention", *sequence[place + 1 :]]
+    first = [*of_prompts[:place], "zeros", *of_prompts[place:]]  # the cache of all blocks
+    assert launched == [first, of_prompts, sequence, sequence]
     for own, other in zip(fast.cache.layers, plain.cache.layers, strict=True):
         torch.testing.assert_close(own.keys, other.keys, rtol=RTOL, atol=RTOL)
         torch.testing.assert_close(own.values, other.values, rtol=RTOL, atol=RTOL)

@@ -31,12 +31,16 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     run: list[tuple[int, int]] = []
     row = LINEARS["bcq"]
 
-    def counted(spec: Any, held: Any, shape: tuple[int, int], x: Tensor, bias: Tensor | None) -> Tensor:
-        run.append(shape)
-        assert row.prepared_forward is not None
-        return row.prepared_forward(spec, held, shape, x, bias)
+    def counted(forward: Any) -> Any:
+        def forward_and_note(spec: Any, held: Any, shape: tuple[int, int], *rest: Any) -> Tensor:
+            run.append(shape)
+            y: Tensor = forward(spec, held, shape, *rest)
+            return y
 
-    monkeypatch.setitem(LINEARS, "bcq", replace(row, prepared_forward=counted))
+        return forward_and_note
+
+    names = "prepared_forward", "epilogue_forward"
+    monkeypatch.setitem(LINEARS, "bcq", replace(row, **{name: counted(getattr(row, name)) for name in names}))
     return run
 
 

@@ -11,7 +11,7 @@ from quantkit.cuda.source import KernelSource
 from quantkit.ops.constants import SHARED_CONSTANTS
 from quantkit.ops.decode.layout import DTYPE_CODES_TAKEN, HEAD_DIMS, VECTOR_VALUES
 
-NORM_THREADS, ATTENTION_THREADS, GATED_THREADS, ROTARY_THREADS = 512, 512, 128, 128
+NORM_THREADS, ATTENTION_THREADS, GATED_THREADS, ROTARY_THREADS, PROMPT_THREADS = 512, 512, 128, 128, 128
 
 
 class AttentionBlock(NamedTuple):
@@ -37,10 +37,12 @@ _CONSTANTS = {
     "ATTENTION_THREADS": ATTENTION_THREADS,
     "GATED_THREADS": GATED_THREADS,
     "ROTARY_THREADS": ROTARY_THREADS,
+    "PROMPT_THREADS": PROMPT_THREADS,
     "SPLIT_STEP": SPLIT_STEP,
 }
 _NORM = KernelSource("decode/norm.cu", _CONSTANTS)
 _ROTARY = KernelSource("decode/rotary.cu", _CONSTANTS)
+_PROMPT = KernelSource("decode/prompt.cu", _CONSTANTS)
 _ATTENTION = KernelSource("decode/attention.cu", _CONSTANTS)
 
 
@@ -60,6 +62,11 @@ def rotary_unit(dtype: int) -> CompileUnit:
     return CompileUnit(_ROTARY, "decodeRotate", (dtype,))
 
 
+def prompt_unit(dtype: int) -> CompileUnit:
+    """decodePrompt for one of DTYPE_CODES_TAKEN."""
+    return CompileUnit(_PROMPT, "decodePrompt", (dtype,))
+
+
 def attention_unit(head_dim: int, dtype: int, block: AttentionBlock) -> CompileUnit:
     """decodeAttention for one of HEAD_DIMS, of DTYPE_CODES_TAKEN and of ATTENTION_BLOCKS."""
     return CompileUnit(_ATTENTION, "decodeAttention", (head_dim, dtype, block.threads, block.heads))
@@ -77,6 +84,7 @@ def decode_units(_row: Architecture) -> Iterator[CompileUnit]:
             yield from (norm_unit(centered, dtype, vectors * _PASS_VALUES) for centered in (True, False))
         yield gated_unit(dtype)
         yield rotary_unit(dtype)
+        yield prompt_unit(dtype)
         for head_dim in HEAD_DIMS:
             yield from (attention_unit(head_dim, dtype, block) for block in ATTENTION_BLOCKS)
             yield combine_unit(head_dim, dtype)

@@ -13,15 +13,17 @@ from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.decode.instances import (
     GATED_THREADS,
     NORM_THREADS,
+    PROMPT_THREADS,
     ROTARY_THREADS,
     AttentionBlock,
     attention_unit,
     combine_unit,
     gated_unit,
     norm_unit,
+    prompt_unit,
     rotary_unit,
 )
-from quantkit.ops.decode.layout import VECTOR_VALUES, row_stride
+from quantkit.ops.decode.layout import VECTOR_VALUES, row_stride, token_stride
 from quantkit.ops.decode.plan import head_blocks, split_length
 
 _FLOAT_BYTES, _VECTOR_BYTES = 4, 16
@@ -143,6 +145,47 @@ def rotate_launch(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, y: T
             "kHeads": heads[1],
             "headVectors": vectors,
             "halfVectors": half,
+        },
+        overlap=True,
+    )
+
+
+def prompt_launch(
+    heads: tuple[Tensor, Tensor, Tensor],
+    rotary: tuple[Tensor, Tensor] | None,
+    cache: tuple[Tensor, Tensor],
+    y: Tensor | None,
+    query_scale: float,
+) -> Launch:
+    """Keys, turned, and values to the front of their cache, and queries, scaled and turned, to y where there is one."""
+    q, k, v = heads
+    sequences, query_heads, tokens, head_dim = q.shape
+    (keys, values), (cosine, sine) = cache, rotary or (None, None)
+    half, of_queries = head_dim // (2 * VECTOR_VALUES), 0 if y is None else query_heads
+    return Launch(
+        prompt_unit(DTYPE_CODES[k.dtype]),
+        q.device,
+        grid=(sequences * tokens, -(-(of_queries + 2 * k.shape[1]) * half // PROMPT_THREADS)),
+        block=PROMPT_THREADS,
+        args={
+            "q": q,
+            "k": k,
+            "v": v,
+            "cosine": cosine,
+            "sine": sine,
+            "y": y,
+            "keys": keys,
+            "values": values,
+            "tokens": tokens,
+            "angles": tokens if cosine is None else cosine.numel() // head_dim,
+            "queryHeads": of_queries,
+            "kvHeads": k.shape[1],
+            "capacity": keys.shape[2],
+            "queryStride": token_stride(q) or 0,
+            "keyStride": token_stride(k) or 0,
+            "valueStride": token_stride(v) or 0,
+            "halfVectors": half,
+            "queryScale": query_scale,
         },
         overlap=True,
     )

@@ -44,6 +44,31 @@ def can_rotate(q: Tensor, rotary: tuple[Tensor, Tensor]) -> bool:
     return all(part.dtype == q.dtype and part.numel() == q.shape[-1] and part.is_contiguous() for part in rotary)
 
 
+def can_place(heads: tuple[Tensor, Tensor, Tensor], keys: Tensor, rotary: tuple[Tensor, Tensor] | None) -> bool:
+    """Whether place_prompt has a kernel for heads, the keys of its cache and rotary, as it takes them."""
+    q, dtype = heads[0], keys.dtype
+    if not (q.is_cuda and dtype in DTYPES and q.shape[3] % (2 * VECTOR_VALUES) == 0 and keys.is_contiguous()):
+        return False
+    ready = all(
+        part.dtype == dtype and part.is_contiguous() and part.numel() % (q.shape[2] * q.shape[3]) == 0
+        for part in rotary or ()
+    )
+    return ready and all(part.dtype == dtype and token_stride(part) is not None for part in heads)
+
+
+def token_stride(x: Tensor) -> int | None:
+    """Elements from a token of x [B, H, M, D] to the next, also from a sequence's last to the next one's first.
+
+    None where heads of a token are not one behind the other in whole vectors, or tokens not evenly apart.
+    """
+    _, _, tokens, head_dim = x.shape
+    together = x.stride(3) == 1 and (x.shape[1] == 1 or x.stride(1) == head_dim)
+    stride = x.stride(2) if tokens > 1 else x.stride(0)
+    even = x.shape[0] == 1 or x.stride(0) == tokens * stride
+    whole = stride % VECTOR_VALUES == 0 and x.data_ptr() % _VECTOR_BYTES == 0
+    return stride if together and even and whole else None
+
+
 def rotary_takes(x: Tensor, cos_sin: Tensor, head_dim: int) -> bool:
     """Whether the rotary embedding cos_sin [P, R] of tokens x [M, H * head_dim] has a kernel; both are on a GPU."""
     width = cos_sin.shape[-1]

@@ -24,6 +24,7 @@ from quantkit.ops.decode.launch import (
     gated_halves_launch,
     gated_launch,
     norm_launch,
+    prompt_launch,
     rotate_launch,
 )
 from quantkit.ops.decode.layout import DTYPES, gated_takes_halves, has_vector_rows, norm_takes, rotary_takes
@@ -50,9 +51,28 @@ def _norm(
 ) -> tuple[Tensor, Tensor]:
     x = x.contiguous()
     y, total = torch.empty_like(x), x if addend is None else torch.empty_like(x)
-    launch = norm_launch(x, addend, parameters=parameters, epsilon=epsilon, centered=centered, total=total, y=y)
-    launch.run()
+    _run_norm(x, addend, parameters, epsilon, centered=centered, total=total, y=y)
     return total, y
+
+
+def _run_norm(
+    x: Tensor,
+    addend: Tensor | None,
+    parameters: tuple[Tensor, Tensor | None],
+    epsilon: float,
+    *,
+    centered: bool,
+    total: Tensor,
+    y: Pointer,
+) -> None:
+    weight, bias = parameters
+    key = ("norm", x.dtype, x.numel(), x.shape[-1], epsilon, centered, addend is None, bias is None)
+    pointers = {"x": x, "addend": addend, "weight": weight, "bias": bias, "sum": total, "y": y}
+
+    def launch() -> Launch:
+        return norm_launch(x, addend, parameters=parameters, epsilon=epsilon, centered=centered, total=total, y=y)
+
+    _fixed.run(key, launch, x.device, pointers)
 
 
 def attention(
@@ -87,8 +107,35 @@ def attention(
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(gate), rounded, times up; both of one shape, as can_gate takes them. activation: of ACTIVATIONS."""
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    gated_launch(gate, up, y, activation).run()
+    key = ("gate", gate.dtype, gate.shape, gate.stride(), up.stride(), activation)
+    pointers: dict[str, Pointer | None] = {"gate": gate, "up": up, "y": y}
+    _fixed.run(key, lambda: gated_launch(gate, up, y, activation), gate.device, pointers)
     return y
+
+
+def place_prompt(
+    heads: tuple[Tensor, Tensor, Tensor],
+    rotary: tuple[Tensor, Tensor] | None,
+    cache: tuple[Tensor, Tensor],
+    query_scale: float | None,
+) -> Tensor:
+    """Queries [B, H, M, D] for attention; keys and values of M tokens of B sequences go to the front of their cache.
+
+    heads: q [B, H, M, D], k and v [B, Hkv, M, D]. rotary: cosine and sine [1 or B, M, D] as Token has them, or None.
+    cache: keys and values [B, Hkv, capacity, D]. query_scale: its product with q is rounded before that is turned.
+    """
+    q, k, v = heads
+    changed = rotary is not None or query_scale is not None
+    y = torch.empty(q.shape[0], q.shape[2], *q.shape[1::2], dtype=q.dtype, device=q.device) if changed else None
+    scale = 1.0 if query_scale is None else query_scale
+    cosine, sine = rotary or (None, None)
+    angles = 0 if cosine is None else cosine.numel()
+    key = ("prompt", q.dtype, *(part.shape for part in (q, k, cache[0])), angles, changed, scale)
+    strides = tuple(part.stride() for part in heads)
+    names = ("q", "k", "v", "cosine", "sine", "y", "keys", "values")
+    pointers = dict(zip(names, (q, k, v, cosine, sine, y, *cache), strict=True))
+    _fixed.run((*key, strides), lambda: prompt_launch(heads, rotary, cache, y, scale), q.device, pointers)
+    return q if y is None else y.transpose(1, 2)
 
 
 class RmsNorm(NamedTuple):
@@ -141,19 +188,8 @@ def _rms_norm_cuda(op: RmsNorm) -> Tensor:
         return _rms_norm_reference(op)
     x = op.x.contiguous()
     y = torch.empty_like(x)
-    _run_rms_norm(x, None, op, total=x, y=y)
+    _run_norm(x, None, (op.weight, None), op.epsilon, centered=False, total=x, y=y)
     return y
-
-
-def _run_rms_norm(x: Tensor, addend: Tensor | None, op: RmsNorm | AddRmsNorm, *, total: Tensor, y: Pointer) -> None:
-    key = ("norm", x.dtype, x.numel(), x.shape[-1], op.epsilon, addend is None)
-    pointers = {"x": x, "addend": addend, "weight": op.weight, "bias": None, "sum": total, "y": y}
-
-    def launch() -> Launch:
-        parameters = op.weight, None
-        return norm_launch(x, addend, parameters=parameters, epsilon=op.epsilon, centered=False, total=total, y=y)
-
-    _fixed.run(key, launch, x.device, pointers)
 
 
 def _add_rms_norm_reference(op: AddRmsNorm) -> Tensor:
@@ -166,7 +202,8 @@ def _add_rms_norm_cuda(op: AddRmsNorm) -> Tensor:
         return _add_rms_norm_reference(op)
     x, addend = op.x.contiguous(), op.addend.contiguous()
     made = x.new_empty(2, *x.shape)
-    _run_rms_norm(x, addend, op, total=made, y=Within(made, x.nbytes))
+    y = Within(made, x.nbytes)
+    _run_norm(x, addend, (op.weight, None), op.epsilon, centered=False, total=made, y=y)
     return made
 
 

@@ -13,9 +13,18 @@ from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.decode import op
 from quantkit.ops.decode.instances import ATTENTION_BLOCKS, norm_unit
 from quantkit.ops.decode.launch import Token
-from quantkit.ops.decode.layout import MOST_NORM_VALUES, can_attend, can_gate, can_norm, can_rotate, row_stride
-from quantkit.ops.decode.op import add_norm, attention, gated, norm
-from tests.ops.decode.cases import token_behind_others
+from quantkit.ops.decode.layout import (
+    MOST_NORM_VALUES,
+    can_attend,
+    can_gate,
+    can_norm,
+    can_place,
+    can_rotate,
+    row_stride,
+    token_stride,
+)
+from quantkit.ops.decode.op import add_norm, attention, gated, norm, place_prompt
+from tests.ops.decode.cases import prompt_heads, token_behind_others
 
 CUDA = torch.device("cuda")
 RTOL = {torch.float16: 1e-3, torch.bfloat16: 8e-3}  # rounding of the result, RMSNorm rounds twice
@@ -249,3 +258,51 @@ def test_unsupported_heads_are_refused() -> None:
     assert not can_attend(q, keys)
     assert not can_attend(torch.zeros(1, 2, 2, 64, device=CUDA).half(), torch.zeros(1, 2, 64, 64, device=CUDA).half())
     assert not can_attend(torch.zeros(1, 2, 1, 64, device=CUDA).half(), torch.zeros(1, 2, 64, 64, device=CUDA))
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("own_angles", [False, True], ids=["angles-of-all", "angles-of-each"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 2), (1, 333), (3, 1), (3, 65)])
+def test_a_prompt_is_placed_as_transformers_does_it(
+    sequences: int, tokens: int, head_dim: int, own_angles: bool, dtype: torch.dtype
+) -> None:
+    """To the bit; entries of the cache behind the prompt stay."""
+    for rotates, scale in ((True, None), (True, 0.3), (False, 0.3), (False, None)):
+        heads, angles, cache = prompt_heads(sequences, tokens, dtype, CUDA, head_dim, own_angles=own_angles)
+        rotary = angles if rotates else None
+        assert can_place(heads, cache[0], rotary)
+        y = place_prompt(heads, rotary, cache, scale)
+        q, k, v = heads
+        q = q if scale is None else q * scale
+        q, k = (q, k) if rotary is None else apply_rotary_pos_emb(q, k, *rotary)
+        assert torch.equal(y, q)
+        for stored, expected in zip(cache, (k, v), strict=True):
+            assert torch.equal(stored[:, :, :tokens], expected)
+            assert stored[:, :, tokens:].isnan().all()
+
+
+@pytest.mark.cuda
+def test_what_the_prompts_kernel_cannot_read_is_known() -> None:
+    heads, angles, cache = prompt_heads(2, 9, torch.float16, CUDA)
+    (q, k, v), (keys, _) = heads, cache
+    assert can_place(heads, keys, angles)
+    assert not can_place((q.float(), k, v), keys, angles)
+    assert not can_place((q, k, v[..., :32]), keys, angles)
+    assert not can_place(heads, keys, (angles[0].float(), angles[1]))
+    assert not can_place(heads, keys, (angles[0].mT.contiguous().mT, angles[1]))
+    assert not can_place(heads, keys.mT.contiguous().mT, angles)
+
+
+def test_tokens_are_evenly_apart() -> None:
+    product = torch.zeros(2, 9, 8 * 64)
+    heads = product.unflatten(-1, (8, 64)).transpose(1, 2)
+    assert token_stride(heads) == 8 * 64
+    assert token_stride(heads[:, 2:5]) == 8 * 64
+    assert token_stride(heads[:, :, :1]) == 9 * 8 * 64
+    assert token_stride(heads[:1, :, :1]) is not None
+    assert token_stride(heads[:, :, ::2]) is None  # nine rows from a sequence to the next, but two from token to token
+    assert token_stride(heads[..., 4:]) is None  # parts of heads
+    assert token_stride(heads.contiguous()) is None
