@@ -5,13 +5,15 @@ import pytest
 import torch
 
 from quantkit.bench import decode, shapes
-from quantkit.bench.decode import DecodeBench, run_decode, shaped_model, weight_bytes
+from quantkit.bench.decode import DecodeBench, run_decode, runner_error, shaped_model, weight_bytes
 from quantkit.bench.shapes import ModelShape
 from quantkit.errors import BenchError
 from quantkit.formats.bcq import BcqSpec
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.runtime.generation import Runner, fused_runner
 
 CPU = torch.device("cpu")
+RTOL = 1e-4  # fp32 sums in other orders, three blocks
 TINY = ModelShape("llama", layers=3, hidden=64, ffn=96, heads=4, kv_heads=2, vocabulary=100)
 
 
@@ -44,6 +46,12 @@ def test_batches_and_a_quantized_head_are_timed(monkeypatch: pytest.MonkeyPatch)
     plain, *_ = run_decode(DecodeBench("tiny", "bcq-w2-g32", 6, 5, CPU))
     assert results[2].weight_bytes == results[3].weight_bytes < plain.weight_bytes
     assert results[3].tokens_per_second == pytest.approx(3e3 / results[3].median_ms)
+
+
+def test_a_runner_that_computes_something_else_is_seen() -> None:
+    model, ids = shaped_model(TINY, CPU), torch.randint(10, 100, (16, 6))
+    assert runner_error(model, ids, fused_runner(model)) < RTOL
+    assert runner_error(model, ids, Runner(shaped_model(TINY, CPU))) > 0.1
 
 
 def test_tokens_that_part_in_many_sequences_are_an_error() -> None:
