@@ -260,15 +260,7 @@ def test_unsupported_heads_are_refused() -> None:
     assert not can_attend(torch.zeros(1, 2, 1, 64, device=CUDA).half(), torch.zeros(1, 2, 64, 64, device=CUDA))
 
 
-@pytest.mark.cuda
-@pytest.mark.sanitize
-@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
-@pytest.mark.parametrize("own_angles", [False, True], ids=["angles-of-all", "angles-of-each"])
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
-@pytest.mark.parametrize(("sequences", "tokens"), [(1, 2), (1, 333), (3, 1), (3, 65)])
-def test_a_prompt_is_placed_as_transformers_does_it(
-    sequences: int, tokens: int, head_dim: int, own_angles: bool, dtype: torch.dtype
-) -> None:
+def check_placing(sequences: int, tokens: int, head_dim: int, dtype: torch.dtype, *, own_angles: bool) -> None:
     """To the bit; entries of the cache behind the prompt stay."""
     for rotates, scale in ((True, None), (True, 0.3), (False, 0.3), (False, None)):
         heads, angles, cache = prompt_heads(sequences, tokens, dtype, CUDA, head_dim, own_angles=own_angles)
@@ -282,6 +274,24 @@ def test_a_prompt_is_placed_as_transformers_does_it(
         for stored, expected in zip(cache, (k, v), strict=True):
             assert torch.equal(stored[:, :, :tokens], expected)
             assert stored[:, :, tokens:].isnan().all()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+@pytest.mark.parametrize("own_angles", [False, True], ids=["angles-of-all", "angles-of-each"])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 2), (1, 333), (3, 1), (3, 65)])
+def test_a_prompt_is_placed_as_transformers_does_it(
+    sequences: int, tokens: int, head_dim: int, own_angles: bool, dtype: torch.dtype
+) -> None:
+    check_placing(sequences, tokens, head_dim, dtype, own_angles=own_angles)
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+def test_a_prompt_is_placed_inside_its_tensors(dtype: torch.dtype) -> None:
+    check_placing(3, 17, 80, dtype, own_angles=True)
 
 
 @pytest.mark.cuda
