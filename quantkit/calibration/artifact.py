@@ -30,7 +30,7 @@ _SIGNED = ("sample",)  # the others are magnitudes and counts
 _MERGE_SEED = 0
 _TEXT = record({"name": text, "sha256": text, "seed": whole(0), "windows": whole(1)}, closed=True)
 _META = {"model": text, "fingerprint": text, "texts": list_of(_TEXT, least=1), "seq_len": whole(1), "quantkit": text}
-_OPTIONAL_META = {"prefix": list_of(whole(0), least=1), "saliency": whole(1)}
+_OPTIONAL_META = {"prefix": list_of(whole(0)), "saliency": whole(1)}
 _DOCUMENT = record(
     {"schema": anything, "aliases": map_of(text, least=1), "meta": record(_META, _OPTIONAL_META, closed=True)},
     {"tokens": map_of(whole(0))},
@@ -56,8 +56,8 @@ class CalibrationMeta:
 
     model: the name it was made under; fingerprint: what decides whether it belongs to a model.
     quantkit: version of the program that collected it. prefix: tokens that stood in front of every window, which the
-        statistics do not count; none as a rule. saliency: groups of output channels per Linear whose squared gradients
-        are kept; 0 for none.
+        statistics do not count; empty where they were looked for and none helps, None as a rule. saliency: groups of
+        output channels per Linear whose squared gradients are kept; 0 for none.
     """
 
     model: str
@@ -65,7 +65,7 @@ class CalibrationMeta:
     texts: tuple[TextSource, ...]
     seq_len: int
     quantkit: str
-    prefix: tuple[int, ...] = ()
+    prefix: tuple[int, ...] | None = None
     saliency: int = 0
 
     @property
@@ -79,7 +79,9 @@ class CalibrationMeta:
 
     def document(self) -> dict[str, Any]:
         """The same as the artifact holds it."""
-        return {name: value for name, value in asdict(self).items() if value or name not in _OPTIONAL_META}
+        return {
+            name: value for name, value in asdict(self).items() if name not in _OPTIONAL_META or value not in (None, 0)
+        }
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def load_calibration(path: Path) -> Calibration:
         texts,
         meta["seq_len"],
         meta["quantkit"],
-        tuple(meta.get("prefix", ())),
+        tuple(meta["prefix"]) if "prefix" in meta else None,
         meta.get("saliency", 0),
     )
     aliases: dict[str, str] = document["aliases"]

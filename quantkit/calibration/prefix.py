@@ -25,13 +25,14 @@ from quantkit.progress import track
 MOST_TOKENS = 4
 _TRIED = 6  # tokens a place
 _TEXTS, _TEXT_TOKENS = 4, 64  # that each is judged on
-_LEAST_GAIN = 0.1  # of the score, for a further token
+_LEAST_GAIN = 0.1  # of the score, for each token
+_LEAST_FALL = 1.0  # of the score likewise: every text sees the prefix, also where nothing sticks out of it
 _EVEN = 8.0  # largest over median where no token is an outlier
 
 
 @torch.no_grad()
 def find_prefix(stream: ModelStream, tokenizer: Any, windows: Tensor) -> tuple[int, ...]:
-    """The tokens of the prefix, one at least.
+    """The tokens of the prefix; none where texts are about as even without.
 
     windows: [n, seq_len] of the calibration. Raises ModelError for a model that takes no prefix.
     """
@@ -40,11 +41,12 @@ def find_prefix(stream: ModelStream, tokenizer: Any, windows: Tensor) -> tuple[i
     frequent = [token for token, _ in Counter(windows.flatten().tolist()).most_common(_TRIED)]
     special = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None]
     prefix: tuple[int, ...] = ()
-    score, tried = float("inf"), list(dict.fromkeys([*special, *frequent]))[:_TRIED]
+    (score,), _ = _judge(stream, [prefix], texts)
+    tried = list(dict.fromkeys([*special, *frequent]))[:_TRIED]
     while len(prefix) < MOST_TOKENS:
         scores, outliers = _judge(stream, [(*prefix, token) for token in tried], texts)
         best = min(range(len(tried)), key=scores.__getitem__)
-        if scores[best] > score * (1 - _LEAST_GAIN):
+        if score - scores[best] < max(_LEAST_FALL, _LEAST_GAIN * score):
             break
         prefix, score = (*prefix, tried[best]), scores[best]
         tried = [token for token in outliers[best] if token not in prefix][:_TRIED]
@@ -62,7 +64,9 @@ def _judge(
     of the tokens' largest, is beyond what it is where no token is an outlier.
     """
     length, count = len(prefixes[0]), len(texts)
-    rows = torch.cat([torch.cat([torch.tensor(p).expand(count, -1), texts.long()], dim=1) for p in prefixes])
+    rows = torch.cat(
+        [torch.cat([torch.tensor(p, dtype=torch.long).expand(count, -1), texts.long()], dim=1) for p in prefixes]
+    )
     inputs = capture_inputs(stream, rows)
     linears = block_linears(stream.model)
     scores, reach = [0.0] * len(prefixes), [torch.zeros(texts.numel()) for _ in prefixes]

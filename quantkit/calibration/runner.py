@@ -71,7 +71,8 @@ def calibrate(
     ids = tokenize(tokenizer, corpus.text, name=corpus.name)
     check_vocabulary(ids, model, name=corpus.name)
     chosen = shuffled_windows(ids, seq_len, windows, seed=seed, name=corpus.name)
-    ahead = find_prefix(stream, tokenizer, chosen) if prefix else ()
+    found_prefix = find_prefix(stream, tokenizer, chosen) if prefix else None
+    ahead = found_prefix or ()
     vocabulary = vocabulary_windows(tokenizer, model, seq_len, windows, seed=seed)
     text = TextSource(name=corpus.name, sha256=corpus.sha256, seed=seed, windows=windows)
     found = ranks.lead(lambda: stream_fingerprint(stream))
@@ -80,7 +81,7 @@ def calibrate(
         "model": found,
         "text": {**asdict(text), "tokens": _digest(chosen)},
         "vocabulary": _digest(vocabulary),
-        "prefix": list(ahead),
+        "prefix": None if found_prefix is None else list(found_prefix),
         "saliency": saliency,
         "activations": str(activations),
         "device": stream.device.type,
@@ -94,7 +95,7 @@ def calibrate(
             weights = collect_saliency(SaliencyPass(stream, every, len(ahead), saliency, activations, work, ranks))
     if layers is None or weights is None:
         return None
-    meta = CalibrationMeta(name, found, (text,), seq_len, __version__, ahead, saliency)
+    meta = CalibrationMeta(name, found, (text,), seq_len, __version__, found_prefix, saliency)
     return Calibration(layers, chosen.to(torch.int32), meta, weights)
 
 

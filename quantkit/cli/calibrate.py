@@ -132,7 +132,7 @@ def _show(result: Calibration, out: Path, json_path: Path | None) -> None:
             "tokens": f"{meta.tokens} ({len(result.windows)} windows of {meta.seq_len})",
             "text": ", ".join(f"{source.name} (sha256 {source.sha256}, seed {source.seed})" for source in meta.texts),
             **({"saliency": f"{meta.saliency} groups of output channels"} if meta.saliency else {}),
-            **({"prefix": f"tokens {', '.join(map(str, meta.prefix))}"} if meta.prefix else {}),
+            **({} if meta.prefix is None else {"prefix": _prefix_words(meta.prefix)}),
         }
     )
     write_json(
@@ -146,7 +146,11 @@ def _show(result: Calibration, out: Path, json_path: Path | None) -> None:
             "seq_len": meta.seq_len,
             "tokens": meta.tokens,
             "texts": [asdict(source) for source in meta.texts],
-            "prefix": list(meta.prefix),
+            "prefix": None if meta.prefix is None else list(meta.prefix),
             "saliency": meta.saliency,
         },
     )
+
+
+def _prefix_words(tokens: tuple[int, ...]) -> str:
+    return f"tokens {', '.join(map(str, tokens))}" if tokens else "none: no token sticks out of the texts by much"

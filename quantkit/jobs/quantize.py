@@ -157,8 +157,8 @@ class Job:
     @property
     def prefix(self) -> Prefix | None:
         """What the checkpoint's texts will stand behind."""
-        tokens = self.artifact.meta.prefix if self.artifact is not None else ()
-        return prefix_of(self.stream.model, tokens)
+        tokens = None if self.artifact is None else self.artifact.meta.prefix
+        return prefix_of(self.stream.model, tokens or ())
 
 
 def open_job(model: str, recipe: Recipe, calibration: Path | None, options: QuantizeOptions) -> Job:
@@ -319,13 +319,15 @@ def _check_attention(recipe: Recipe, artifact: Calibration | None, model: nn.Mod
 
 def _check_prefix(recipe: Recipe, artifact: Calibration | None, model: nn.Module) -> None:
     """Refuse a recipe and a calibration of which one has a prefix: what lies behind one has other ranges."""
-    tokens = () if artifact is None else artifact.meta.prefix
+    tokens = None if artifact is None else artifact.meta.prefix
     if recipe.prefix is not None:
         check_takes_prefix(model)
-        if not tokens:
+        if tokens is None:
             raise CalibrationError(
                 f"recipe {recipe.name}: prefix needs a calibration that was collected behind one; set `prefix` there"
             )
+        if not tokens:
+            say("prefix: no token of the calibration sticks out by much, so the checkpoint stores none")
     elif tokens:
         raise CalibrationError(
             f"calibration: was collected behind a prefix of {len(tokens)} tokens, which recipe {recipe.name} does not "

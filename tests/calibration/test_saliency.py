@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.calibration import runner
 from quantkit.calibration.artifact import Calibration, load_calibration, merge, save_calibration
 from quantkit.calibration.runner import calibrate
 from quantkit.data.corpora import Corpus
@@ -62,10 +63,13 @@ def test_saliency_is_the_mean_square_of_gradients_by_group(family: str, tiny_mod
         torch.testing.assert_close(found.saliency[name].float(), expected, rtol=BF16_RTOL, atol=1e-12)
 
 
-def test_saliency_behind_a_prefix_counts_the_text_alone(tiny_model: TinyModel, corpus: Corpus) -> None:
+def test_saliency_behind_a_prefix_counts_the_text_alone(
+    tiny_model: TinyModel, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokenizer = load_model(str(tiny_model("llama")))
+    monkeypatch.setattr(runner, "find_prefix", lambda *_: (2, 17))
     found = _calibration(model, tokenizer, corpus, saliency=1, prefix=True)
-    assert found.meta.prefix
+    assert found.meta.prefix == (2, 17)
     assert all(weights.shape == (3 * 32, 1) for weights in found.saliency.values())
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
+from quantkit.calibration import prefix as search
+from quantkit.calibration import runner
 from quantkit.calibration.artifact import load_calibration, save_calibration
 from quantkit.calibration.prefix import MOST_TOKENS, find_prefix
 from quantkit.calibration.runner import calibrate
@@ -26,6 +28,7 @@ from quantkit.models.loading import open_stream
 from quantkit.recipe import load_recipe, parse_recipe
 from quantkit.runtime.generation import generate
 
+PREFIX = (2, 17, 40)
 PROMPT = torch.tensor([[5, 40, 100, 7, 22, 9, 80, 3]])
 FP16_LOGITS_ATOL = 2e-3  # keys and values of the prefix are stored in the checkpoint's type; logits are near 1
 FP32_ATOL = 1e-5  # the same sums in another order
@@ -36,9 +39,11 @@ TinyModel = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def calibration(tiny_model: TinyModel, corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the tiny llama, behind a prefix."""
+    """Of the tiny llama, behind a prefix that it does not need: nothing sticks out of its texts."""
     stream, tokenizer = open_stream(str(tiny_model("llama")))
-    result = calibrate(stream, tokenizer, corpus, name="llama", windows=8, seq_len=64, seed=0, prefix=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "find_prefix", lambda *_: PREFIX)
+        result = calibrate(stream, tokenizer, corpus, name="llama", windows=8, seq_len=64, seed=0, prefix=True)
     path = tmp_path_factory.mktemp("prefix") / "c.safetensors"
     save_calibration(result, path)
     return path
@@ -164,22 +169,61 @@ def test_recipe_and_calibration_must_agree(
         parse_recipe({"schema": 1, "method": "rtn", "prefix": "auto", "attention_bits": 8}, "r", "r")
 
 
-def test_search_finds_the_token_that_keeps_the_text_even(tiny_model: TinyModel) -> None:
+class Unevenness:
+    """In place of the texts': so much for every prefix, by how many of these tokens it holds."""
+
+    def __init__(self, *scores: float):
+        self.scores, self.judged = scores, list[tuple[int, ...]]()
+
+    def __call__(self, _stream: Any, prefixes: Any, _texts: Tensor) -> tuple[list[float], list[list[int]]]:
+        self.judged += prefixes
+        held = [sum(token in PREFIX for token in tokens) for tokens in prefixes]
+        return [self.scores[min(count, len(self.scores) - 1)] for count in held], [[*PREFIX, 99] for _ in prefixes]
+
+
+@pytest.mark.parametrize(
+    ("scores", "length"),
+    [
+        ((14.0, 5.0, 4.9), 1),  # a further token that gains less than a tenth is left out
+        ((14.0, 5.0, 3.0, 2.5), 2),  # and one that gains less than one
+        ((9.0, 6.0, 4.0, 2.0), 3),
+        ((0.2, 0.0, 0.0), 0),  # a text that is even without has none
+        ((0.0, 0.0), 0),
+    ],
+)
+def test_tokens_are_taken_while_they_make_texts_evener(
+    scores: tuple[float, ...], length: int, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream, tokenizer = open_stream(str(tiny_model("llama")))
-    model, quiet = stream.model, 17
-    windows = torch.randint(20, 300, (4, 64), generator=torch.Generator().manual_seed(0))
-    windows[:, ::3] = quiet
+    monkeypatch.setattr(search, "_judge", Unevenness(*scores))
+    windows = torch.tensor(PREFIX).repeat(4, 8)
     found = find_prefix(stream, tokenizer, windows)
-    assert 1 <= len(found) <= MOST_TOKENS
-    assert model.config._attn_implementation != "quantkit_prefix"
-    assert found == find_prefix(stream, tokenizer, windows)
+    assert len(found) == length <= MOST_TOKENS
+    assert set(found) <= set(PREFIX)
+
+
+def test_a_model_that_needs_no_prefix_gets_none(
+    tiny_model: TinyModel, corpus: Corpus, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stream, tokenizer = open_stream(str(tiny_model("llama")))
+    found = calibrate(stream, tokenizer, corpus, name="llama", windows=8, seq_len=64, seed=0, prefix=True)
+    plain = calibrate(stream, tokenizer, corpus, name="llama", windows=8, seq_len=64, seed=0)
+    assert (found.meta.prefix, plain.meta.prefix) == ((), None)
+    save_calibration(found, tmp_path / "c.safetensors")
+    assert load_calibration(tmp_path / "c.safetensors").meta.prefix == ()
+    recipe, options = load_recipe("smoothquant", ("prefix=auto",)), QuantizeOptions()
+    model, calibration = str(tiny_model("llama")), tmp_path / "c.safetensors"
+    quantize_model(model, recipe, tmp_path / "a", calibration=calibration, options=options)
+    assert "prefix: no token of the calibration sticks out by much" in capsys.readouterr().err
+    quantize_model(model, load_recipe("smoothquant"), tmp_path / "b", calibration=calibration, options=options)
+    assert torch.equal(_logits(_load(tmp_path / "a"), PROMPT), _logits(_load(tmp_path / "b"), PROMPT))
 
 
 def test_statistics_leave_the_prefix_out(calibration: Path, tiny_model: TinyModel) -> None:
     artifact = load_calibration(calibration)
-    assert 1 <= len(artifact.meta.prefix) <= MOST_TOKENS
+    assert artifact.meta.prefix == PREFIX
     assert artifact.windows.shape == (8, 64)
-    model, ahead = _load(tiny_model("llama")), torch.tensor([artifact.meta.prefix]).expand(8, -1)
+    model, ahead = _load(tiny_model("llama")), torch.tensor([PREFIX]).expand(8, -1)
     seen: list[Tensor] = []
     name = "model.layers.1.mlp.down_proj"
     module = model.get_submodule(name)
