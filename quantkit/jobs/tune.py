@@ -58,11 +58,10 @@ def planned_tuning(
         )
     if recipe.attention_bits is not None:
         raise RecipeError(f"recipe {recipe.name}: tune does not go with attention_bits: INT8 attention has no gradient")
-    rotated = any(getattr(plan.settings, "rotate", False) for plan in plans.values())
-    if settings.logits and (rotated or recipe.head_bits is not None):
+    if settings.logits and recipe.head_bits is not None:
         raise RecipeError(
-            f"recipe {recipe.name}: tune: logits is true, which takes the model's own norm and head, and rotate and "
-            "head_bits change these; leave logits out, or them"
+            f"recipe {recipe.name}: tune: logits is true, which takes the model's own head, and head_bits quantizes "
+            "it; leave one of them out"
         )
     if artifact is None or len(artifact.windows) < 2:
         raise CalibrationError(

@@ -17,6 +17,7 @@ from quantkit.models.gradients import frozen
 from quantkit.models.streaming import BlockInputs, fast_products, run_block
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.progress import say
+from quantkit.quantizers.rotation import rotate_outside_again
 from quantkit.ranks import Ranks
 from quantkit.tuning.block import prediction_error, tune_block
 from quantkit.tuning.optimize import Loss, TuneReport
@@ -98,6 +99,7 @@ def _predictions(job: BlockWork, index: int, inputs: BlockInputs, targets: Tenso
         return
     assert job.artifact is not None
     with job.stream.outside(), frozen(job.stream.model):
+        rotate_outside_again(job.stream.model, job.plans)
         yield prediction_error(job.stream, inputs, targets, job.artifact.windows)
 
 

@@ -104,6 +104,12 @@ def rotate_part(model: nn.Module, part: str | None, *, values: bool, calibration
     return stats
 
 
+def rotate_outside_again(model: nn.Module, plans: Mapping[str, Any]) -> None:
+    """What fold_rotation does to all that is outside the blocks, which was read anew. plans: as it takes them."""
+    if any(getattr(plan.settings, "rotate", False) for plan in plans.values()):
+        rotate_part(model, None, values=False, calibration=None)
+
+
 def placed_rotations(model: nn.Module, plans: Mapping[str, Any]) -> dict[str, Any]:
     """The plans, with ``rotate_inputs`` for the last Linear of each FFN that asks for ``rotate: online``.
 

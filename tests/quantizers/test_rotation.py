@@ -17,11 +17,11 @@ from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.methods import LayerPlan, plan_layers
 from quantkit.models.experts import separate_experts
 from quantkit.models.families import block_linears
-from quantkit.models.loading import load_model
+from quantkit.models.loading import load_model, open_stream
 from quantkit.quantizers.base import ONLINE
 from quantkit.quantizers.bcq.quantizer import BcqSettings
 from quantkit.quantizers.bipolar import BipolarSettings
-from quantkit.quantizers.rotation import fold_rotation, placed_rotations, rotation_matrix
+from quantkit.quantizers.rotation import fold_rotation, placed_rotations, rotate_outside_again, rotation_matrix
 from quantkit.recipe import LayerRule, Recipe, load_recipe
 from quantkit.stats import LayerStats, magnitude_histogram
 from tests.tiny import build_model
@@ -187,3 +187,27 @@ def test_ffns_without_a_block_are_refused() -> None:
     plans = {name: LayerPlan("bcq", BcqSettings(rotate=ONLINE)) for name in block_linears(model)}
     with pytest.raises(RecipeError, match=r"multiple of 8; that of model\.layers\.0\.mlp\.down_proj is 100"):
         placed_rotations(model, plans)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_what_is_outside_is_rotated_again_as_it_was(
+    tied: bool, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model, tokenizer = load_model(str(tiny_model("llama")))
+    if tied:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "m")
+    stream, _ = open_stream(str(tmp_path / "m"))
+    plans = plan_layers(load_recipe("bcq-w4-g128", ("rotate=true",)), list(block_linears(stream.model)))
+    states = []
+    for _ in range(2):
+        with stream.outside():
+            rotate_outside_again(stream.model, plans)
+            states.append({name: tensor.clone() for name, tensor in stream.part_tensors(None).items()})
+        head, embedding = stream.model.get_output_embeddings(), stream.model.get_input_embeddings()
+        assert head.weight is not embedding.weight
+    assert "lm_head.weight" in states[0]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert not torch.equal(states[0]["lm_head.weight"], model.lm_head.weight)
