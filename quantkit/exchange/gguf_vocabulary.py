@@ -51,7 +51,7 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
         added = tokenizer("", add_special_tokens=True)["input_ids"]
     model = document["model"]
     splits = _SPLITS.get(_split_by(document["pre_tokenizer"]))
-    if model["type"] != "BPE" or splits is None or model["byte_fallback"] or document["normalizer"]:
+    if model["type"] != "BPE" or splits is None or _falls_back(model) or not _leaves_text(document["normalizer"]):
         raise CheckpointError(
             f"{where}: is no byte-level BPE of a kind that quantkit writes to GGUF ({', '.join(_SPLITS.values())}); "
             "export to compressed-tensors"
@@ -74,6 +74,15 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
         adds_eos=len(added) > 1 and added[-1] == special["eos"],
         chat_template=template if isinstance(template, str) else None,
     )
+
+
+def _falls_back(model: Any) -> bool:
+    """Whether bytes can become tokens of their own: of the tokens for them, a vocabulary of byte-level BPE has none."""
+    return bool(model["byte_fallback"]) and any(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
+
+
+def _leaves_text(normalizer: Any) -> bool:
+    return not normalizer or (normalizer["type"] == "Sequence" and not normalizer["normalizers"])
 
 
 def _split_by(pre_tokenizer: Any) -> str:

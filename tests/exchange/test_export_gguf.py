@@ -294,8 +294,13 @@ WRONG_TOKENIZERS: dict[str, Callable[[dict[str, Any]], None]] = {
         }
     ),
     "normalizer": lambda document: document.update(normalizer={"type": "Lowercase"}),
-    "byte fallback": lambda document: document["model"].update(byte_fallback=True),
+    "byte fallback": lambda document: _with_byte_tokens(document["model"]),
 }
+
+
+def _with_byte_tokens(model: dict[str, Any]) -> None:
+    model["byte_fallback"] = True
+    model["vocab"] = {**model["vocab"], "<0x41>": len(model["vocab"])}
 
 
 @pytest.mark.parametrize("case", WRONG_TOKENIZERS)
@@ -303,6 +308,20 @@ def test_other_tokenizers_are_refused(llama: Path, tmp_path: Path, case: str) ->
     folder = _with_tokenizer(llama, tmp_path / "t", WRONG_TOKENIZERS[case])
     with pytest.raises(CheckpointError, match="is no byte-level BPE of a kind that quantkit writes to GGUF"):
         read_vocabulary(folder, VOCABULARY)
+
+
+def test_what_changes_nothing_is_taken(llama: Path, tmp_path: Path) -> None:
+    """As the oldest transformers that quantkit takes makes the tokenizer of a GGUF file."""
+
+    def written_otherwise(document: dict[str, Any]) -> None:
+        document.update(normalizer={"type": "Sequence", "normalizers": []})
+        document["model"].update(byte_fallback=True)
+
+    plain, other = (
+        _with_tokenizer(llama, tmp_path / name, change)
+        for name, change in (("plain", lambda _document: None), ("other", written_otherwise))
+    )
+    assert read_vocabulary(other, VOCABULARY) == read_vocabulary(plain, VOCABULARY)
 
 
 def test_tokens_fill_the_rows_of_the_embedding(llama: Path) -> None:
