@@ -51,19 +51,18 @@ class FusedAttention:
         """
         heads = self._heads(x)
         layer = cache.layer(self.module.layer_idx, heads[1])
-        several = x.shape[1] > 1
-        y = self._prompt(heads, layer, mask if cache.padded else None, rotary) if several else None
-        y = self._token(heads, layer, mask, rotary) if y is None else y
+        if x.shape[1] > 1:
+            y = self._prompt(heads, layer, mask if cache.padded else None, rotary)
+        else:
+            y = self._token(heads, layer, mask, rotary)
         return y.reshape(*x.shape[:2], -1)
 
     def _token(self, heads: Heads, layer: Any, mask: Tensor, rotary: Rotary | None) -> Tensor:
         (q, k, v), keys, values = heads, layer.keys, layer.values
         position, query_scale, by_kernel = layer.cumulative_length.view(1), self.query_scale, can_attend(q, keys)
         if not by_kernel or not (rotary is None or can_rotate(q, rotary)):
-            if query_scale is not None:
-                q, query_scale = q * query_scale, None
-            if rotary is not None:
-                q, k, rotary = _rotated(q, rotary), _rotated(k, rotary), None
+            q, k = self._turned(q, k, rotary)
+            query_scale = rotary = None
         if by_kernel:
             token = Token(k, v, position, rotary)
             return attention(q, token, (keys, values), mask, self.scale, 1.0 if query_scale is None else query_scale)
@@ -78,9 +77,7 @@ class FusedAttention:
         if can_place(heads, layer.keys, rotary):
             q = place_prompt(heads, rotary, cache, self.query_scale)
         else:
-            q = q if self.query_scale is None else q * self.query_scale
-            if rotary is not None:
-                q, k = _rotated(q, rotary), _rotated(k, rotary)
+            q, k = self._turned(q, k, rotary)
             for stored, new in zip(cache, (k, v), strict=True):
                 stored[:, :, :count] = new
         k, v = (stored[:, :, :count] for stored in cache)
@@ -88,6 +85,11 @@ class FusedAttention:
         seen = None if mask is None else mask[..., :count]
         y: Tensor = function(self.module, q, k, v, seen, scaling=self.scale, is_causal=mask is None)[0]
         return y
+
+    def _turned(self, q: Tensor, k: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+        """q, scaled, and k, both rotated, by torch."""
+        q = q if self.query_scale is None else q * self.query_scale
+        return (q, k) if rotary is None else (_rotated(q, rotary), _rotated(k, rotary))
 
     def _heads(self, x: Tensor) -> Heads:
         """q, k and v of x, normed."""
