@@ -44,6 +44,17 @@ class LayerStats:
         """[K] fp32, the largest |x| seen at all."""
         return self.absmax if self.vocabulary_absmax is None else self.absmax.maximum(self.vocabulary_absmax)
 
+    def divided(self, scale: Tensor) -> LayerStats:
+        """Those of x / scale, scale [K] > 0, but for the histogram, which stays that of x."""
+        return replace(
+            self,
+            absmax=self.absmax / scale,
+            mean_abs=self.mean_abs / scale,
+            mean_square=self.mean_square / scale.square(),
+            sample=self.sample.float() / scale,
+            vocabulary_absmax=None if self.vocabulary_absmax is None else self.vocabulary_absmax / scale,
+        )
+
     def tempered(self) -> LayerStats:
         """The same with every channel's mean square moved towards their mean: as far as so few tokens prove little."""
         equal = self.mean_square.mean() if self.tokens else torch.ones(())

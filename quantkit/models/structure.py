@@ -11,6 +11,8 @@ from transformers.pytorch_utils import Conv1D
 LINEAR_TYPES = (nn.Linear, Conv1D)
 # Mamba's code multiplies by the weight of dt_proj itself; Gemma-3n's AltUp mixes four copies of a token by the others.
 LEFT_ALONE = ("dt_proj", "modality_router", "prediction_coefs", "correction_coefs")
+# Names of the Linears of a gated FFN, of an expert too: those that read its input, and the one that ends it.
+_GATED_FFNS = ((("gate_proj", "up_proj"), "down_proj"), (("gate_up_proj",), "down_proj"), (("w1", "w3"), "w2"))
 _LINEAR_FORWARDS = tuple(kind.forward for kind in LINEAR_TYPES)
 
 
@@ -41,6 +43,15 @@ def untie_head(model: Any) -> None:
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
     model.all_tied_weights_keys = {}  # what save_pretrained leaves out
+
+
+def gated_outputs(model: nn.Module) -> set[str]:
+    """Names of the Linears that read the product of a gate and of what it lets through: the last of a gated FFN."""
+    found = set()
+    for name, module in model.named_modules():
+        linears = {own for own, child in module.named_children() if is_linear(child)}
+        found |= {f"{name}.{last}" for first, last in _GATED_FFNS if linears.issuperset((*first, last))}
+    return found
 
 
 def model_body(model: nn.Module) -> nn.Module:

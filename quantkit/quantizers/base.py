@@ -14,6 +14,7 @@ from quantkit.stats import LayerStats
 
 ACTIVATIONS, END_LOSS = "activations", "end_loss"
 ONLINE = "online"  # of ``rotate``, beside false and true
+AUTO = "auto"  # of ``rotate_inputs``, for methods that choose layer by layer
 
 
 def check_hessian_kind(kind: str, *, used: bool) -> None:

@@ -62,15 +62,11 @@ def rotated_stats(stats: LayerStats) -> LayerStats:
     sample = rotate(stats.sample)
     width = block_width(sample.shape[1])
     independent = stats.mean_square.unflatten(0, (-1, width)).mean(dim=1).repeat_interleave(width)
-    if not len(sample):
-        return replace(stats, mean_square=independent, sample=sample, vocabulary_absmax=None)
-    found = stats_of_sample(stats, sample)
+    found = stats_of_sample(stats, sample) if len(sample) else replace(stats, sample=sample)
+    largest = stats.sample.abs().amax(dim=0) if len(sample) else torch.zeros_like(stats.absmax)
 
     def reached(absmax: Tensor) -> Tensor:
-        seen, all_text = (
-            x.unflatten(0, (-1, width)).amax(dim=1).repeat_interleave(width)
-            for x in (stats.sample.abs().amax(dim=0), absmax)
-        )
+        seen, all_text = (x.unflatten(0, (-1, width)).amax(dim=1).repeat_interleave(width) for x in (largest, absmax))
         further = (all_text / seen).clamp_min(1)
         return torch.where(seen > 0, found.absmax * further, all_text * inverse_root(width))
 

@@ -24,8 +24,8 @@ from quantkit.errors import RecipeError
 from quantkit.formats.hadamard import NARROWEST_BLOCK
 from quantkit.models.families import decoder_blocks, family_of, linear_shape, linear_weight, norm_kind
 from quantkit.models.family import Attention, ResidualBlock
-from quantkit.models.structure import submodule, untie_head
-from quantkit.quantizers.base import ONLINE, Transformed
+from quantkit.models.structure import gated_outputs, submodule, untie_head
+from quantkit.quantizers.base import AUTO, ONLINE, Transformed
 from quantkit.stats import LayerStats, stats_of_sample
 
 ROTATION_SEED = 0
@@ -113,10 +113,11 @@ def rotate_outside_again(model: nn.Module, plans: Mapping[str, Any]) -> None:
 def placed_rotations(model: nn.Module, plans: Mapping[str, Any]) -> dict[str, Any]:
     """The plans, with ``rotate_inputs`` for the last Linear of each FFN that asks for ``rotate: online``.
 
+    What asks for ``rotate_inputs: auto`` keeps that where a gated FFN ends and its width has a Hadamard block.
     model: may be on the meta device. plans: LayerPlan by module name.
-    Raises RecipeError for a model of another family, or an FFN whose width has no Hadamard block.
+    Raises RecipeError for ``online`` on a model of another family, or an FFN whose width has no Hadamard block.
     """
-    placed = dict(plans)
+    placed = _placed_choices(model, plans)
     if not any(_is_online(plan) for plan in plans.values()):
         return placed
     row, _ = _residual_stream(model)
@@ -131,6 +132,21 @@ def placed_rotations(model: nn.Module, plans: Mapping[str, Any]) -> dict[str, An
                 )
             placed[name] = replace(plans[name], settings=replace(plans[name].settings, rotate_inputs=True))
     return placed
+
+
+def _placed_choices(model: nn.Module, plans: Mapping[str, Any]) -> dict[str, Any]:
+    """The plans with ``rotate_inputs: auto`` only where that is a choice to make."""
+    placed, chosen = dict(plans), [name for name, plan in plans.items() if _chooses(plan)]
+    ends = gated_outputs(model) if chosen else set()
+    for name in chosen:
+        _, columns = linear_shape(model.get_submodule(name))
+        if name not in ends or columns % NARROWEST_BLOCK:
+            placed[name] = replace(plans[name], settings=replace(plans[name].settings, rotate_inputs=False))
+    return placed
+
+
+def _chooses(plan: Any) -> bool:
+    return getattr(plan.settings, "rotate_inputs", False) == AUTO
 
 
 def _is_online(plan: Any) -> bool:

@@ -28,15 +28,19 @@ ONE_ORDER_OF_SUMS = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "COMPATIBLE", "ATEN_CPU
 CALIBRATION, EXPECTED, TEXT = "calibration.safetensors", "expected.safetensors", "text.txt"
 WORDS = (*("the", "model", "reads", "a", "line", "of", "text", "and", "then", "says", "what", "it", "thinks"), ".")
 
-EQ_7_ALONE = ("column_price=0", "cover_vocabulary=false", "headroom=1")  # as flatten-o1 was when the files were written
+# flatten-o1 as it was when the files were written
+AS_PUBLISHED = (
+    *("smoothing=sigmoid", "bound_linears=false", "rotate_inputs=false"),
+    *("column_price=0", "cover_vocabulary=false", "headroom=1"),
+)
 # name -> recipe and its settings; rows of 24 columns end in a group of 8
 CHECKPOINTS = {
     "bcq": ("bcq-w3-g128", "group_size=16"),
     "bcq-no-offset": ("nuqmm-q3-g128", "group_size=16"),
     "bcq-8-bit-scales": ("bcq-w3-g64-s8", "group_size=16"),
     "bipolar": ("bipolar-w3a4",),
-    "flatten-int8": ("flatten-o1", *EQ_7_ALONE),
-    "flatten-int4": ("flatten-o1", "bits=4", *EQ_7_ALONE),
+    "flatten-int8": ("flatten-o1", *AS_PUBLISHED),
+    "flatten-int4": ("flatten-o1", "bits=4", *AS_PUBLISHED),
     "attention": ("rtn-w4-g128", "group_size=-1", "attention_bits=8"),
     # fc1 has 24 rows, which the format does not take
     "trellis": ("trellis-w2", "taps=4", "sweeps=1", "damping=0.5", "rotate_inputs=false", 'keep=["lm_head", "*.fc1"]'),

@@ -146,6 +146,18 @@ def test_an_input_without_a_sample_counts_as_independent_channels() -> None:
     torch.testing.assert_close(importance, expected)
 
 
+def test_an_input_without_a_sample_reaches_as_far_as_single_channels() -> None:
+    """What an expert that no token was routed to may still be given."""
+    layer, _ = _layer()
+    assert layer.stats is not None
+    far = torch.arange(1.0, COLUMNS + 1)
+    bare = replace(layer.stats, sample=torch.empty(0, COLUMNS), absmax=torch.zeros(COLUMNS), vocabulary_absmax=far)
+    found = rotated_stats(bare)
+    assert found.vocabulary_absmax is not None
+    torch.testing.assert_close(found.vocabulary_absmax[::32], torch.tensor([32.0, 64.0, 96.0]) / 32**0.5)
+    assert not found.absmax.any()
+
+
 @pytest.mark.parametrize(
     ("settings", "stored_specs"),
     [

@@ -24,7 +24,7 @@ from quantkit.formats.flatten import (
     take_slices,
 )
 from quantkit.formats.hadamard import block_width, rotate
-from quantkit.quantizers.base import LayerInput
+from quantkit.quantizers.base import AUTO, LayerInput
 from quantkit.quantizers.flatten.allocation import clipped_splits, priced_splits
 from quantkit.quantizers.flatten.bit_selection import combined_ratio, kl_ratio
 from quantkit.quantizers.flatten.settings import FlattenSettings
@@ -36,6 +36,7 @@ from quantkit.quantizers.flatten.slicing import (
     column_map,
     extended_columns,
     limit_columns,
+    output_error,
     relative_error,
     split_channels,
 )
@@ -51,14 +52,15 @@ def stored_specs(settings: FlattenSettings, shape: Shape) -> tuple[FlattenSpec, 
 
     Raises RecipeError for inputs that cannot be rotated.
     """
-    if settings.rotate_inputs:
+    rotates = settings.rotate_inputs is True
+    if rotates:
         block_width(shape[1])
     bits = FLATTEN_BITS if settings.bits == "mixed" else (int(settings.bits),)
     ratios = (0.0, settings.max_flatten_ratio) if settings.flatten else (0.0,)
     widths = [padded_columns(shape[1] + int(shape[1] * ratio), settings.pad_channels_to) for ratio in ratios]
     found = (
-        FlattenSpec(min(bits), min(bits), widths[0], rotate_inputs=settings.rotate_inputs),
-        FlattenSpec(max(bits), max(bits), widths[-1], rotate_inputs=settings.rotate_inputs),
+        FlattenSpec(min(bits), min(bits), widths[0], rotate_inputs=rotates),
+        FlattenSpec(max(bits), max(bits), widths[-1], rotate_inputs=rotates),
     )
     return tuple(dict.fromkeys(found))
 
@@ -72,6 +74,7 @@ def needs_hessian(settings: FlattenSettings) -> bool:
 class Layout:
     """Everything decided about one layer before its codes are rounded.
 
+    rotated: whether the input is rotated as the model runs, behind what its smoothing was folded into.
     smooth_scale: [K] that divides the input at run time, or None. limited: set where the column limit was hit.
     kl_ratio: Eq 8, or None where the bits were given.
     """
@@ -79,13 +82,19 @@ class Layout:
     operands: Operands
     acts: Split
     weights: Split
+    rotated: bool
     smooth_scale: Tensor | None
     limited: Limited | None
-    kl_ratio: float | None
+    kl_ratio: float | None = None
 
     def columns(self) -> Columns:
         """The column map, without padding."""
         return column_map(self.acts, self.weights)
+
+    def cost(self, price: float) -> float:
+        """Root of the output error plus ``price`` per extra column, K of which count as 1."""
+        columns = extended_columns(self.acts, self.weights) / self.operands.weight.shape[1]
+        return output_error(self.operands, self.acts, self.weights) ** 0.5 + price * columns
 
 
 def plan_layout(layer: LayerInput, settings: FlattenSettings) -> Layout:
@@ -93,24 +102,39 @@ def plan_layout(layer: LayerInput, settings: FlattenSettings) -> Layout:
 
     Raises StatsError naming the layer for statistics that hold NaN or Inf, or are all zero.
     """
-    stats = layer.stats
+    if settings.rotate_inputs == AUTO:
+        plain, rotated = (_split_layer(layer, settings, rotated=rotated) for rotated in (False, True))
+        layout = min(plain, rotated, key=lambda each: each.cost(settings.column_price))
+    else:
+        layout = _split_layer(layer, settings, rotated=settings.rotate_inputs is True)
+    if settings.bits != "mixed":
+        return layout
+    ratio = _kl_ratio(layout, settings)
+    layout = replace(layout, kl_ratio=ratio)
+    if ratio >= settings.kl_ratio_limit:
+        return layout
+    return replace(layout, acts=layout.acts.with_bits(4), weights=layout.weights.with_bits(4))
+
+
+def _split_layer(layer: LayerInput, settings: FlattenSettings, *, rotated: bool) -> Layout:
+    """Thresholds and slices, of 8 bits where the bits are to be chosen."""
+    stats, weight = layer.stats, layer.weight
     assert stats is not None  # needs_stats
-    if settings.rotate_inputs:
-        stats = rotated_stats(stats)
-        layer = replace(layer, weight=rotate(layer.weight), stats=stats)
     if not torch.isfinite(stats.absmax).all() or not torch.isfinite(stats.mean_square).all():
         raise StatsError(f"{layer.name}: its input holds NaN or Inf on the calibration text")
-    own = _run_time_scale(layer, settings)
+    own = None if rotated else _run_time_scale(layer, settings)
     scale = layer.folded_scale if own is None else own
-    device = layer.weight.device
-    divisor = torch.ones_like(stats.absmax, device=device) if scale is None else scale.to(device)
+    if scale is not None:
+        stats = stats.divided(scale.to(stats.absmax))
+    if own is not None:
+        weight = weight * own
+    if rotated:
+        stats, weight = rotated_stats(stats), rotate(weight)
     operands = Operands(
-        rows=stats.sample.to(device).float() / divisor,
-        weight=layer.weight if own is None else layer.weight * own,
-        act_absmax=_reach(layer.name, stats, settings).to(device) / divisor,
+        stats.sample.to(weight.device).float(), weight, _reach(layer.name, stats, settings).to(weight.device)
     )
     try:
-        acts, weights = _splits(operands, stats.absmax.to(device) / divisor, settings)
+        acts, weights = _splits(operands, stats.absmax.to(weight.device), settings)
     except StatsError as error:
         raise StatsError(f"{layer.name}: {error}") from error
     limited = None
@@ -121,10 +145,7 @@ def plan_layout(layer: LayerInput, settings: FlattenSettings) -> Layout:
         limited = _within_columns(operands, acts, weights, settings)
     if limited is not None:
         acts, weights = limited.acts, limited.weights
-    ratio = _kl_ratio(operands, acts, weights, settings) if settings.bits == "mixed" else None
-    if ratio is not None and ratio < settings.kl_ratio_limit:
-        acts, weights = acts.with_bits(4), weights.with_bits(4)
-    return Layout(operands, acts, weights, own, limited, ratio)
+    return Layout(operands, acts, weights, rotated, own, limited)
 
 
 def _reach(name: str, stats: LayerStats, settings: FlattenSettings) -> Tensor:
@@ -153,7 +174,7 @@ def _most_columns(operands: Operands, settings: FlattenSettings) -> int:
 
 
 def _run_time_scale(layer: LayerInput, settings: FlattenSettings) -> Tensor | None:
-    smooths = settings.smoothing != "none" and settings.smooth_unfed and not settings.rotate_inputs
+    smooths = settings.smoothing != "none" and settings.smooth_unfed
     if layer.folded_scale is not None or not smooths:
         return None
     assert layer.stats is not None
@@ -179,8 +200,8 @@ def _splits(operands: Operands, act_absmax: Tensor, settings: FlattenSettings) -
     return splits[0], splits[1]
 
 
-def _kl_ratio(operands: Operands, acts: Split, weights: Split, settings: FlattenSettings) -> float:
-    columns = column_map(acts, weights)
+def _kl_ratio(layout: Layout, settings: FlattenSettings) -> float:
+    operands, acts, weights, columns = layout.operands, layout.acts, layout.weights, layout.columns()
     flat_x = take_slices(operands.rows / acts.scale, columns.channel, columns.act_segment, acts.top)
     flat_w = take_slices(operands.weight / weights.scale, columns.channel, columns.weight_segment, weights.top)
     return combined_ratio(kl_ratio(flat_x, settings.kl_bins), kl_ratio(flat_w, settings.kl_bins), settings.kl_combine)
@@ -195,7 +216,7 @@ def flattened_activations(layer: LayerInput, settings: FlattenSettings) -> Calla
     columns, acts = layout.columns(), layout.acts
 
     def features(x: Tensor) -> Tensor:
-        inputs = rotate(x) if settings.rotate_inputs else x.float()
+        inputs = rotate(x) if layout.rotated else x.float()
         smoothed = inputs if layout.smooth_scale is None else inputs / layout.smooth_scale
         codes = take_slices(acts.integers(smoothed), columns.channel, columns.act_segment, acts.top)
         return codes.mul_(acts.scale)
@@ -217,7 +238,7 @@ def quantize(layer: LayerInput, settings: FlattenSettings) -> PackedWeight:
             f"{layer.name}: {width} columns overflow int32 sums (at most {MAX_COLUMNS}); lower max_flatten_ratio"
         )
     bits = layout.acts.bits
-    spec = FlattenSpec(bits, bits, width, layout.smooth_scale is not None, settings.rotate_inputs)
+    spec = FlattenSpec(bits, bits, width, layout.smooth_scale is not None, layout.rotated)
     padding = (0, width - columns.channel.numel())
     padded = torch.nn.functional.pad(codes, padding)
     tensors = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from quantkit.errors import RecipeError
 from quantkit.formats.flatten import COLUMN_STEP, FLATTEN_BITS
-from quantkit.quantizers.base import check_rotate
+from quantkit.quantizers.base import AUTO, check_rotate
 from quantkit.quantizers.flatten.bit_selection import KL_BINS, KL_COMBINES
 from quantkit.quantizers.flatten.smoothing import SMOOTHINGS
 from quantkit.quantizers.gptq import GptqOptions
@@ -18,7 +18,8 @@ class FlattenSettings:
     """bits: 4, 8, or "mixed" (chosen per layer by Eq 8).
     flatten: cut outlier channels over extra columns; false: plain per-tensor absmax quantization.
     rotate, rotate_inputs: as for bcq: rotated inputs have no large channels. One that is rotated as the model runs is
-        not smoothed.
+        not smoothed. rotate_inputs: auto rotates that of the last Linear of a gated FFN, behind its smoothing, where
+        this costs less by error and ``column_price``; and no other.
     smoothing: sigmoid (Eq 5), smoothquant (Xiao et al. 2023) or none. smoothing_strength: alpha.
     smooth_unfed: also smooth, at run time, layers that no norm or linear feeds; false leaves them alone.
     smooth_linears: fold into feeding linears too, not only into norms. bound_linears: s never makes the largest weight
@@ -41,7 +42,7 @@ class FlattenSettings:
     bits: int | str = 8
     flatten: bool = True
     rotate: bool | str = False
-    rotate_inputs: bool = False
+    rotate_inputs: bool | str = False
     smoothing: str = "sigmoid"
     smoothing_strength: float = 0.5
     smooth_unfed: bool = True
@@ -68,6 +69,7 @@ class FlattenSettings:
         _among("smoothing", self.smoothing, SMOOTHINGS)
         _among("kl_combine", self.kl_combine, KL_COMBINES)
         check_rotate(self.rotate)
+        _among("rotate_inputs", self.rotate_inputs, (False, True, AUTO))
         if not 0 <= self.smoothing_strength <= 1:
             raise RecipeError(f"smoothing_strength is {self.smoothing_strength}; choose 0 to 1")
         if self.threshold_multiplier <= 0:

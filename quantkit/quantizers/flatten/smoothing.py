@@ -66,7 +66,7 @@ class Smoothing(Protocol):
     @property
     def smoothing_strength(self) -> float: ...
     @property
-    def rotate_inputs(self) -> bool: ...
+    def rotate_inputs(self) -> bool | str: ...
     @property
     def smooth_linears(self) -> bool: ...
     @property
@@ -112,9 +112,9 @@ def _shared_settings(settings: Sequence[Smoothing], targets: int) -> Smoothing |
     """The settings to fold with, or None where not all targets are planned, smoothed, and smoothed alike.
 
     An input that is rotated as the model runs is not smoothed: its large channels are spread over their block, and the
-    scale would make rows of what feeds it large.
+    scale would make rows of what feeds it large. Where that is chosen layer by layer, the scale is folded before.
     """
-    if len(settings) < targets or settings[0].smoothing == "none" or any(s.rotate_inputs for s in settings):
+    if len(settings) < targets or settings[0].smoothing == "none" or any(s.rotate_inputs is True for s in settings):
         return None
     first = settings[0]
     alike = all(
