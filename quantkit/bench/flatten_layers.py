@@ -9,6 +9,7 @@ from quantkit.errors import BenchError
 from quantkit.formats.base import PackedWeight, Shape
 from quantkit.formats.flatten import FlattenSpec, max_code, pack_nibbles, padded_columns, unpack_codes
 from quantkit.nn.flatten_linear import quantized
+from quantkit.nn.inputs import kernel_input
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.flatten.layout import untile_codes
@@ -83,12 +84,13 @@ def exact_sums(act_codes: Tensor, codes: Tensor) -> Tensor:
 def check_flatten_linear(what: str, module: QuantizedLinear, x: Tensor) -> None:
     """Compare y for some tokens of x [M, K] with the reference's codes and exact sums, bit for bit.
 
+    An input that is rotated as the model runs is rotated where x is: the last bit of those sums is the device's.
     Raises BenchError where a bit differs.
     """
     tensors, chosen = module.tensors, torch.linspace(0, x.shape[0] - 1, _CHECKED_TOKENS).round().long().to(x.device)
     scales, smooth = (tensors["act_scale"], tensors["weight_scale"]), tensors.get("smooth_scale")
     acts = flatten_quantize(
-        x[chosen].cpu(),
+        kernel_input(module.spec, x)[chosen].cpu(),
         tensors["source_channel"].cpu(),
         tensors["source_segment"].cpu(),
         scales[0].cpu(),

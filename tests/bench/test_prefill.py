@@ -96,9 +96,10 @@ def test_operations_are_those_of_the_unflattened_model() -> None:
     assert counts["fp16"] == counts["flatten-o1"] == 16 * linears + 2 * (3 * 64 * 8 * 9 + 100 * 64)
 
 
-@pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
-def test_wrong_results_are_not_timed(device: torch.device, bits: int) -> None:
-    spec = FlattenSpec(bits, bits, 96)
+@pytest.mark.parametrize(
+    "spec", [FlattenSpec(4, 4, 96), FlattenSpec(8, 8, 96), FlattenSpec(8, 8, 96, rotate_inputs=True)]
+)
+def test_wrong_results_are_not_timed(device: torch.device, spec: FlattenSpec) -> None:
     module = random_flatten_linear(spec, (40, 64), torch.zeros(1, device=device, dtype=torch.float32))
     x = torch.randn(70, 64, device=device)
     check_flatten_linear("layer", module, x)
