@@ -7,6 +7,13 @@ from dataclasses import dataclass
 LEVELS = ("w8a8-per-tensor", "smoothquant", "flatten-o1", "flatten-o2", "flatten-o3")
 BETAS, GAMMAS = (1.1, 1.2, 1.3, 1.4, 1.5), (1.7, 1.78, 1.82, 1.84, 1.86, 1.88, 1.9, 1.94, 2.02)
 LIMITS = (0.5, 1.0, 2.0, 8.0)
+# What a recipe does beyond the paper, undone.
+AS_PUBLISHED = {
+    "flatten-o1": (
+        *("smoothing=sigmoid", "bound_linears=false", "rotate_inputs=false"),
+        *("column_price=0", "cover_vocabulary=false", "headroom=1"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -15,6 +22,11 @@ class Run:
 
     recipe: str | None
     overrides: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What the recipe is loaded with: the paper's settings, then the overrides."""
+        return (*AS_PUBLISHED.get(self.recipe or "", ()), *self.overrides)
 
     @property
     def key(self) -> str:

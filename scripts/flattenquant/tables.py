@@ -44,7 +44,7 @@ def measure(model: str, run: Run, work: Path, options: argparse.Namespace, seq_l
     evaluated = model
     if run.recipe:
         out = work / "quantized"
-        recipe = load_recipe(run.recipe, run.overrides)
+        recipe = load_recipe(run.recipe, run.settings)
         job = QuantizeOptions(device=options.device, overwrite=True)
         result = quantize_model(model, recipe, out, calibration=work / "c.safetensors", options=job)
         assert result is not None  # of one process

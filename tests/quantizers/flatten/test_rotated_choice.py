@@ -90,6 +90,18 @@ def test_the_hessian_is_of_what_was_chosen() -> None:
     assert torch.equal(found, expected)
 
 
+def test_gptq_rounds_what_was_chosen() -> None:
+    layer = _layer("gated")
+    mixed = _x(layer) @ (torch.eye(COLUMNS) + 0.3 * torch.ones(COLUMNS, COLUMNS) / COLUMNS**0.5)  # correlated
+    layer = replace(layer, stats=stats_of(mixed))
+    settings = replace(SETTINGS, bits=4, gptq=True)
+    features = flattened_activations(layer, settings)(mixed)
+    layer = replace(layer, hessian=features.T @ features / len(mixed))
+    solved, rounded = (quantize(layer, replace(settings, gptq=gptq)) for gptq in (True, False))
+    assert solved.spec.rotate_inputs
+    assert solved.report["output_error"] < rounded.report["output_error"]
+
+
 def test_bits_are_chosen_behind_the_rotation() -> None:
     layer = _layer("gated")
     for limit, bits in ((0.0, 8), (1e9, 4)):
