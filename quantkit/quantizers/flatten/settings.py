@@ -69,7 +69,8 @@ class FlattenSettings:
         _among("smoothing", self.smoothing, SMOOTHINGS)
         _among("kl_combine", self.kl_combine, KL_COMBINES)
         check_rotate(self.rotate)
-        _among("rotate_inputs", self.rotate_inputs, (False, True, AUTO))
+        if self.rotate_inputs not in (False, True, AUTO):
+            raise RecipeError(f"rotate_inputs is {self.rotate_inputs!r}; choose true, false or {AUTO}")
         if not 0 <= self.smoothing_strength <= 1:
             raise RecipeError(f"smoothing_strength is {self.smoothing_strength}; choose 0 to 1")
         if self.threshold_multiplier <= 0:

@@ -149,5 +149,5 @@ class _Calibration:
 
 
 def test_an_unknown_choice_is_refused() -> None:
-    with pytest.raises(RecipeError, match="rotate_inputs is 'perhaps'; choose False, True, auto"):
+    with pytest.raises(RecipeError, match="rotate_inputs is 'perhaps'; choose true, false or auto"):
         FlattenSettings(rotate_inputs="perhaps")
