@@ -77,7 +77,7 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
 
 
 def _falls_back(model: Any) -> bool:
-    """Whether bytes can become tokens of their own: of the tokens for them, a vocabulary of byte-level BPE has none."""
+    """Whether the vocabulary has tokens for single bytes to fall back on; one of byte-level BPE has none."""
     return bool(model["byte_fallback"]) and any(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256))
 
 

@@ -53,6 +53,12 @@ def priced_splits(
     return best
 
 
+def split_cost(operands: Operands, acts: Split, weights: Split, price: float) -> float:
+    """Root of the output error plus ``price`` per extra column, K of which count as 1; NaN without a sample."""
+    columns = extended_columns(acts, weights) / operands.weight.shape[1]
+    return output_error(operands, acts, weights) ** 0.5 + price * columns
+
+
 # Ranges tried when values may be clamped, as shares of the input's largest value.
 _KEPT = tuple(2.0 ** (-i / 4) for i in range(25))
 
@@ -73,7 +79,7 @@ def clipped_splits(operands: Operands, weights: Split, price: float, max_extende
             a = most_slices(split_channels(operands.act_absmax, reach * kept, w.bits), w, max_extended)
             if a is None:
                 continue
-            cost = output_error(operands, a, w) ** 0.5 + price * extended_columns(a, w) / whole.numel()
+            cost = split_cost(operands, a, w, price)
             if cost < least:
                 best, least = (a, w), cost
     return best or (split_channels(operands.act_absmax, float("inf"), weights.bits), weights)

@@ -25,7 +25,7 @@ from quantkit.formats.flatten import (
 )
 from quantkit.formats.hadamard import block_width, rotate
 from quantkit.quantizers.base import AUTO, LayerInput
-from quantkit.quantizers.flatten.allocation import clipped_splits, priced_splits
+from quantkit.quantizers.flatten.allocation import clipped_splits, priced_splits, split_cost
 from quantkit.quantizers.flatten.bit_selection import combined_ratio, kl_ratio
 from quantkit.quantizers.flatten.settings import FlattenSettings
 from quantkit.quantizers.flatten.slicing import (
@@ -36,7 +36,6 @@ from quantkit.quantizers.flatten.slicing import (
     column_map,
     extended_columns,
     limit_columns,
-    output_error,
     relative_error,
     split_channels,
 )
@@ -92,9 +91,8 @@ class Layout:
         return column_map(self.acts, self.weights)
 
     def cost(self, price: float) -> float:
-        """Root of the output error plus ``price`` per extra column, K of which count as 1."""
-        columns = extended_columns(self.acts, self.weights) / self.operands.weight.shape[1]
-        return output_error(self.operands, self.acts, self.weights) ** 0.5 + price * columns
+        """As of split_cost."""
+        return split_cost(self.operands, self.acts, self.weights, price)
 
 
 def plan_layout(layer: LayerInput, settings: FlattenSettings) -> Layout:
@@ -104,7 +102,8 @@ def plan_layout(layer: LayerInput, settings: FlattenSettings) -> Layout:
     """
     if settings.rotate_inputs == AUTO:
         plain, rotated = (_split_layer(layer, settings, rotated=rotated) for rotated in (False, True))
-        layout = min(plain, rotated, key=lambda each: each.cost(settings.column_price))
+        # An input without a sample has no cost to compare, and stays as it is.
+        layout = rotated if rotated.cost(settings.column_price) < plain.cost(settings.column_price) else plain
     else:
         layout = _split_layer(layer, settings, rotated=settings.rotate_inputs is True)
     if settings.bits != "mixed":

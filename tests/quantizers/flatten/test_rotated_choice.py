@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantkit.errors import RecipeError
-from quantkit.methods import LayerPlan, plan_layers
+from quantkit.methods import plan_layers
 from quantkit.models.experts import separate_experts
-from quantkit.models.families import block_linears
+from quantkit.models.families import block_linears, linear_shape
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.base import AUTO, LayerInput
 from quantkit.quantizers.flatten.quantizer import flattened_activations, plan_layout, quantize
@@ -135,17 +136,17 @@ def test_a_width_without_a_block_leaves_no_choice() -> None:
 
 def test_what_feeds_a_choice_is_smoothed(tiny_model: Callable[[str], Path]) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model("llama"))
-    plans: dict[str, LayerPlan] = _plans(model)
-    calibration = _Calibration({name: stats_of(torch.randn(8, 1)) for name in plans})
-    for name in plans:
-        calibration.layers[name] = stats_of(torch.randn(8, model.get_submodule(name).in_features))
-    done = fold_smoothing(model, plans, calibration)
+    plans = _plans(model)
+    layers = {name: stats_of(torch.randn(8, linear_shape(module)[1])) for name, module in block_linears(model).items()}
+    done = fold_smoothing(model, plans, SimpleNamespace(layers=layers))
     assert {name for name in plans if name.endswith("down_proj")} <= done.folded_scales.keys()
 
 
-class _Calibration:
-    def __init__(self, layers: dict[str, Any]):
-        self.layers = layers
+def test_an_input_without_a_sample_stays_as_it_is() -> None:
+    layer = _layer("gated")
+    assert layer.stats is not None
+    bare = replace(layer, stats=replace(layer.stats, sample=torch.empty(0, COLUMNS)))
+    assert not plan_layout(bare, SETTINGS).rotated
 
 
 def test_an_unknown_choice_is_refused() -> None:
