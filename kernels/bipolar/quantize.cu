@@ -23,9 +23,14 @@
 // Limits: rows of the last block of 64 behind M are left unwritten: nothing reads the results they lead to.
 #include "row.cuh"
 
+// Bounding a block by more threads than it has leaves 56 registers to each. So three blocks of the 11 warps that 11008
+// columns take are on a multiprocessor at once; with 64 it is two. Codes of a byte and fp32 would spill.
+constexpr int kThreads = kMaxWarps * kWarpSize, kMoreThreads = 576;
+static_assert(kMoreThreads >= kThreads, "a bound of the threads as well");
+
 // kPlanes: act bits, or 0 for one plane of bytes of any width.
 template <int kPlanes, int kDtype, bool kZero>
-__global__ void __launch_bounds__(kMaxWarps * kWarpSize, 2)
+__global__ void __launch_bounds__(kPlanes == 0 || kDtype == kFloat32 ? kThreads : kMoreThreads, 2)
     bipolarQuantize(const uint8* x,                         // [M, K] of kDtype; written until the wait: no __restrict__
                     const float* __restrict__ actClip,      // [1]
                     uint8* __restrict__ tiles,              // [ceil(M/64), k tiles, planes, 64, 128]

@@ -4,6 +4,7 @@ python scripts/bipolar/compare_coding.py --bits w4a8,w4a4 --shapes 1x4096x4096,1
 
 Shapes are tokens x out_features x in_features. Each variant is captured in a CUDA graph of several calls and replayed
 in turns with the others; a time is the median of the replays, over the calls. The weight stays in L2 where it fits.
+--runs repeats this with newly drawn operands; a time is then the median of the runs, each of which the JSON holds.
 Groups are of 128 columns, with 8-bit scales, of weights of at most 6 bits.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import re
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -87,8 +89,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", default="w4a8,w4a4,w2a2,w8a8")
     parser.add_argument("--shapes", default="1x4096x4096,16x4096x4096,1024x4096x4096,4096x4096x4096,1024x4096x11008")
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.runs < 1:
+        raise BenchError(f"--runs is {options.runs}; choose 1 or more")
     bits = {text: _numbers(text, r"w([1-8])a([1-8])", "--bits") for text in options.bits.split(",")}
     shapes = {text: _numbers(text, r"(\d+)x(\d+)x(\d+)", "--shapes") for text in options.shapes.split(",")}
     device = needed_gpu()
@@ -96,8 +101,10 @@ def main() -> None:
     rows = []
     for name, two in bits.items():
         for text, three in shapes.items():
-            found = measure((two[0], two[1]), (three[0], three[1], three[2]), device)
-            document["entries"].append({"bits": name, "shape": list(three), "microseconds": found})
+            sizes = (two[0], two[1]), (three[0], three[1], three[2])
+            runs = [measure(*sizes, device) for _ in range(options.runs)]  # operands lie elsewhere in memory each time
+            found = {each: median(run[each] for run in runs) for each in runs[0]}
+            document["entries"].append({"bits": name, "shape": list(three), "microseconds": found, "runs": runs})
             write_document(options.json, document)
             columns = (*VARIANTS, *GROUPED)
             rows.append((f"{name} {text}", *(f"{found[each]:.1f}" if each in found else "" for each in columns)))
