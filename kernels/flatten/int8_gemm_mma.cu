@@ -83,8 +83,9 @@ __device__ __forceinline__ void multiplyStage(int (&sums)[kRowTiles][kFeatureTil
 // body stands in the code once; the sums are picked by comparison, as registers have no index.
 template <int kDtype>
 __device__ __forceinline__ void requantizeWarp(const int (&sums)[kRowTiles][kFeatureTiles][4], const Output& out,
-                                               const Following& next, const float (&bias)[kRunFeatures],
-                                               float* scratch, int m, int n, int lane) {
+                                               const Following& next, const float (&scale)[kRunFeatures],
+                                               const float (&bias)[kRunFeatures], float* scratch, int m, int n,
+                                               int lane) {
     if (n >= out.N) return;
     float factor[kRunFeatures];
 #pragma unroll
@@ -96,7 +97,7 @@ __device__ __forceinline__ void requantizeWarp(const int (&sums)[kRowTiles][kFea
         uint32 word[kRunFeatures];
 #pragma unroll
         for (int t = 0; t < kRowTiles; t++) {
-            if (t == tile) roundRun<kDtype>(&sums[t][0][0], out.scale, bias, word);
+            if (t == tile) roundRun<kDtype>(&sums[t][0][0], scale, bias, word);
         }
         requantizeRun<kDtype>(word, next, slots, factor, scratch, m + tile * kGroupRows, n, out.M, out.N,
                               lane);
@@ -106,10 +107,11 @@ __device__ __forceinline__ void requantizeWarp(const int (&sums)[kRowTiles][kFea
 template <int kBits, int kStages, int kDtype, bool kRequantize>
 __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
     int8GemmMma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,        // planes.cuh
-                const float* __restrict__ actScale, const float* __restrict__ weightScale,  // [1] each
+                const float* __restrict__ actScale, const float* __restrict__ weightScale,  // [1]; [1] or [N]
                 const void* __restrict__ bias, uint8* __restrict__ y,  // [N] or null; [M, N], or codes
                 const float* __restrict__ multiplier, const int* __restrict__ slots,        // of the next Linear
                 const int* __restrict__ slotStarts, int perChannel, int slotCount, int top, int activation,
+                int rowScales,  // whether weightScale is [N]
                 int biasDtype, int M, int N, int kTiles) {
     constexpr uint32 kStageBytes = 2 * kOperandBytes;
     extern __shared__ __align__(1024) uint8 dynamicShared[];
@@ -139,27 +141,31 @@ __global__ void __launch_bounds__(kWarps * kWarpSize, 1)
     }
     copyWait<0>();
 
-    const Output out{y, __fmul_rn(*actScale, *weightScale), M, N};
+    const Output out{y, M, N};
+    const Scales scales{*actScale, weightScale, rowScales};
     const int m = blockIdx.y * kTileRows + m0, n = blockIdx.x * kTileRows + n0;
     const int first = n + lane % 4 * kRunFeatures;
     const bool whole = isWhole(out, m, kWarpRows, n, kWarpFeatures);
-    float runBias[kRunFeatures];
+    float runScale[kRunFeatures], runBias[kRunFeatures];
 #pragma unroll
-    for (int i = 0; i < kRunFeatures; i++) runBias[i] = biasOf(bias, biasDtype, first + i, N);
+    for (int i = 0; i < kRunFeatures; i++) {
+        runScale[i] = scaleOf(scales, first + i, N);
+        runBias[i] = biasOf(bias, biasDtype, first + i, N);
+    }
     if constexpr (kRequantize) {
         static_assert(kWarps * kScratchFloats * 4 <= int(kStageBytes), "scratch takes the place of a stage");
         __syncthreads();  // all products have read their operands
         const Following next{y, multiplier, slots, slotStarts, perChannel, slotCount, top, activation};
         float* scratch = reinterpret_cast<float*>(dynamicShared) + warp * kScratchFloats;
-        requantizeWarp<kDtype>(sums, out, next, runBias, scratch, m, n, lane);
+        requantizeWarp<kDtype>(sums, out, next, runScale, runBias, scratch, m, n, lane);
     } else {
 #pragma unroll
         for (int tile = 0; tile < kRowTiles; tile++) {
             const int row = m + tile * kGroupRows + lane / 4;
             if (whole) {
-                writeRun<true, kDtype>(&sums[tile][0][0], out, runBias, row, first);
+                writeRun<true, kDtype>(&sums[tile][0][0], out, runScale, runBias, row, first);
             } else {
-                writeRun<false, kDtype>(&sums[tile][0][0], out, runBias, row, first);
+                writeRun<false, kDtype>(&sums[tile][0][0], out, runScale, runBias, row, first);
             }
         }
     }

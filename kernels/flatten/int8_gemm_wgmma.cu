@@ -2,7 +2,7 @@
 // (sm_90a). kRequantize: instead of y, the codes of activation(y) for the next Linear (int8_requantize.cuh).
 //
 // Operands stand in tiles of 64 rows x 128 columns in the order of the products' shared memory (planes.cuh), so a tile
-// is one bulk copy and no tensor map is needed. Sums are exact int32 (FlattenQuant 4.1: per-tensor scales come last).
+// is one bulk copy and no tensor map is needed. Sums are exact int32 (FlattenQuant 4.1: scales come last).
 //
 //   block = 1 producer warpgroup + kConsumers consumer warpgroups, each 64 rows of x against kTileN rows of W
 //   stage = one k tile of both operands; kStages of them in flight
@@ -58,27 +58,28 @@ __device__ __forceinline__ void loadRun(const float* from, float (&to)[kRunFeatu
     for (int i = 0; i < kRunFeatures; i++) to[i] = all[i];
 }
 
-// One consumer's 64 rows; biases: of the tile's features, in shared memory.
+// One consumer's 64 rows; scales, biases: of the tile's features, in shared memory.
 template <bool kWhole, int kTileN, int kDtype>
-__device__ __forceinline__ void writeTile(const int* sums, const Output& out, const float* biases, int m,
-                                          int n, int thread) {
+__device__ __forceinline__ void writeTile(const int* sums, const Output& out, const float* scales,
+                                          const float* biases, int m, int n, int thread) {
     const int lane = thread % kWarpSize, row = m + thread / kWarpSize * 16 + lane / 4;
 #pragma unroll
     for (int start = 0; start < kTileN; start += kRunRows) {
         const int first = start + lane % 4 * kRunFeatures;
-        float bias[kRunFeatures];
+        float scale[kRunFeatures], bias[kRunFeatures];
+        loadRun(scales + first, scale);
         loadRun(biases + first, bias);
-        writeRun<kWhole, kDtype>(sums + start / kRunRows * kRunDots, out, bias, row, n + first);
+        writeRun<kWhole, kDtype>(sums + start / kRunRows * kRunDots, out, scale, bias, row, n + first);
     }
 }
 
-// One consumer's 64 rows as codes of the next Linear, 32 features at a time; biases, factors: of the tile's features. The
-// loop is not unrolled, so that its body stands in the code once; the sums are picked by comparison, as registers have
-// no index.
+// One consumer's 64 rows as codes of the next Linear, 32 features at a time; scales, biases, factors: of the tile's
+// features. The loop is not unrolled, so that its body stands in the code once; the sums are picked by comparison, as
+// registers have no index.
 template <int kTileN, int kDtype>
 __device__ __forceinline__ void requantizeTile(const int* sums, const Output& out, const Following& next,
-                                               const float* biases, const float* factors, float* scratch, int m,
-                                               int n, int thread) {
+                                               const float* scales, const float* biases, const float* factors,
+                                               float* scratch, int m, int n, int thread) {
     const int lane = thread % kWarpSize, firstM = m + thread / kWarpSize * kGroupRows;
     if (firstM >= out.M) return;
     const int runs = min(kTileN, out.N - n + kRunRows - 1) / kRunRows;
@@ -90,13 +91,14 @@ __device__ __forceinline__ void requantizeTile(const int* sums, const Output& ou
         slotFirst = slotEnd;
         slotEnd = starts[min(run + 2, runs)];
         const int first = run * kRunRows + lane % 4 * kRunFeatures;
-        float bias[kRunFeatures], factor[kRunFeatures];
+        float scale[kRunFeatures], bias[kRunFeatures], factor[kRunFeatures];
+        loadRun(scales + first, scale);
         loadRun(biases + first, bias);
         loadRun(factors + first, factor);
         uint32 word[kRunFeatures];
 #pragma unroll
         for (int r = 0; r < kTileN / kRunRows; r++) {
-            if (r == run) roundRun<kDtype>(sums + r * kRunDots, out.scale, bias, word);
+            if (r == run) roundRun<kDtype>(sums + r * kRunDots, scale, bias, word);
         }
         requantizeRun<kDtype>(word, next, slots, factor, scratch, firstM, n + run * kRunRows, out.M, out.N,
                               lane);
@@ -106,11 +108,12 @@ __device__ __forceinline__ void requantizeTile(const int* sums, const Output& ou
 template <int kTileN, int kConsumers, int kStages, int kDtype, bool kRequantize>
 __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
     int8GemmWgmma(const uint8* __restrict__ xTiles, const uint8* __restrict__ wTiles,  // planes.cuh
-                  const float* __restrict__ actScale, const float* __restrict__ weightScale,  // [1] each
+                  const float* __restrict__ actScale, const float* __restrict__ weightScale,  // [1]; [1] or [N]
                   const void* __restrict__ bias, uint8* __restrict__ y,  // [N] or null; [M, N] of kDtype, or codes
                   const float* __restrict__ multiplier, const int* __restrict__ slots,  // of the next Linear
                   const int* __restrict__ slotStarts, int perChannel, int slotCount, int top, int activation,
-                  int biasDtype, int M, int N, int kTiles, int tilesX, int tilesW) {   // tiles of K, along x, along W
+                  int rowScales,  // whether weightScale is [N]
+                  int biasDtype, int M, int N, int kTiles, int tilesX, int tilesW) {  // tiles of K, along x, along W
     // Two consumers start with 65536 / 384 registers a thread; the producer hands most of its own over.
     constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
     static_assert(kConsumers == 1 || kConsumers == 2, "one or two consumer warpgroups");
@@ -119,6 +122,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
 
     extern __shared__ uint8 dynamicShared[];
     __shared__ uint64 full[kStages], empty[kStages];
+    __shared__ __align__(16) float scales[kConsumers][kTileN];
     __shared__ __align__(16) float biases[kConsumers][kTileN];
     __shared__ __align__(16) float factors[kConsumers][kRequantize ? kTileN : 1];
     __shared__ __align__(16) float scratch[kConsumers][kWarpgroup / kWarpSize][kRequantize ? kScratchFloats : 1];
@@ -164,7 +168,8 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
         const auto releaseBefore = [&] {  // the stage before this one
             if (thread == 0) barrierArrive(&empty[stage == 0 ? kStages - 1 : stage - 1]);
         };
-        const Output out{y, __fmul_rn(*actScale, *weightScale), M, N};
+        const Output out{y, M, N};
+        const Scales stored{*actScale, weightScale, rowScales};
         const Following next{y, multiplier, slots, slotStarts, perChannel, slotCount, top, activation};
         for (int index = blockIdx.x; index < tiles; index += blockCount()) {
             int sums[kTileN / 2];
@@ -178,6 +183,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             int tileX, tileW;
             tileAt(index, tilesX, tilesW, tileX, tileW);
             for (int c = thread; c < kTileN; c += kWarpgroup) {  // while the first products run
+                scales[consumer][c] = scaleOf(stored, tileW * kTileN + c, N);
                 biases[consumer][c] = biasOf(bias, biasDtype, tileW * kTileN + c, N);
                 if constexpr (kRequantize) factors[consumer][c] = factorOf(next, tileW * kTileN + c, N);
             }
@@ -190,16 +196,17 @@ __global__ void __launch_bounds__((kConsumers + 1) * kWarpgroup, 1)
             productWait<0>();
             releaseBefore();
             const int m = (tileX * kConsumers + consumer) * kWgmmaRows, n = tileW * kTileN;
-            namedSync(barrier, kWarpgroup);  // the biases are there
+            namedSync(barrier, kWarpgroup);  // scales and biases are there
             if constexpr (kRequantize) {
-                requantizeTile<kTileN, kDtype>(sums, out, next, biases[consumer], factors[consumer],
-                                                 scratch[consumer][thread / kWarpSize], m, n, thread);
+                requantizeTile<kTileN, kDtype>(sums, out, next, scales[consumer], biases[consumer],
+                                                 factors[consumer], scratch[consumer][thread / kWarpSize], m, n,
+                                                 thread);
             } else if (isWhole(out, m, kWgmmaRows, n, kTileN)) {
-                writeTile<true, kTileN, kDtype>(sums, out, biases[consumer], m, n, thread);
+                writeTile<true, kTileN, kDtype>(sums, out, scales[consumer], biases[consumer], m, n, thread);
             } else {
-                writeTile<false, kTileN, kDtype>(sums, out, biases[consumer], m, n, thread);
+                writeTile<false, kTileN, kDtype>(sums, out, scales[consumer], biases[consumer], m, n, thread);
             }
-            namedSync(barrier, kWarpgroup);  // all have read the biases
+            namedSync(barrier, kWarpgroup);  // all have read them
         }
     }
 }

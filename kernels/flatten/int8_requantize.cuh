@@ -36,8 +36,8 @@ __device__ __forceinline__ float factorOf(const Following& next, int n, int N) {
 
 // y of a lane in the model's type: eight features of a row, then of the row eight behind it, two a word.
 template <int kDtype>
-__device__ __forceinline__ void roundRun(const int* dots, float scale, const float (&bias)[kRunFeatures],
-                                         uint32 (&word)[kRunFeatures]) {
+__device__ __forceinline__ void roundRun(const int* dots, const float (&scale)[kRunFeatures],
+                                         const float (&bias)[kRunFeatures], uint32 (&word)[kRunFeatures]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         float value[kRunFeatures];

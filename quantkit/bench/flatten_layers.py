@@ -61,12 +61,15 @@ def random_flatten_linear(spec: FlattenSpec, shape: Shape, like: Tensor) -> Quan
     channel = torch.cat((torch.arange(channels, dtype=torch.int32, device=device), source))
     segment = torch.cat((channel.new_zeros(channels), channel.new_ones(extra)))
     top = max_code(spec.weight_bits)
+    weight_scale = torch.tensor([_WEIGHT_DEVIATION / (2 * top * _UNIFORM_DEVIATION)], device=device)
+    if spec.row_scales:
+        weight_scale = weight_scale * (torch.rand(out_features, 1, device=device) + 0.5)
     codes = torch.randint(-top, top + 1, (out_features, spec.extended_channels), dtype=torch.int8, device=device)
     tensors = {
         "codes": pack_nibbles(codes) if spec.weight_bits == 4 else codes,
         "source_channel": channel,
         "source_segment": segment,
-        "weight_scale": torch.tensor([_WEIGHT_DEVIATION / (2 * top * _UNIFORM_DEVIATION)], device=device),
+        "weight_scale": weight_scale,
         "act_scale": torch.tensor([_LARGEST_INPUT / max_code(spec.act_bits)], device=device),
     }
     if spec.smooth:
@@ -98,7 +101,7 @@ def check_flatten_linear(what: str, module: QuantizedLinear, x: Tensor) -> None:
         module.spec.act_bits,
     )
     sums = exact_sums(acts.to(x.device), tensors["codes"])
-    expected = sums.float() * (scales[0] * scales[1])
+    expected = sums.float() * (scales[0] * scales[1].flatten())
     if module.bias is not None:
         expected = expected + module.bias.float()
     if not torch.equal(module(x)[chosen], expected.to(x.dtype)):

@@ -6,7 +6,8 @@ Per Linear [N, K], G groups per row, w = scale * (q - zero_point), q signed:
         each column, or int8 [N, G] in earlier versions. Those also left 3, 5, 6 and 7 bits in whole words.
     int-quantized: weight [N, K] int8, weight_scale [N, 1] or [1], weight_zero_point int8; input_scale [1] where
         activations are static.
-Static per-tensor INT8 on both sides is the ``flatten`` format without extra columns. Other activations have no kernels.
+INT8 on both sides with one static scale for all activations, and one for all or for each row of the weight, is the
+``flatten`` format without extra columns. Other activations have no kernels.
 """
 
 from __future__ import annotations
@@ -188,7 +189,6 @@ def _check_scales(folder: Folder, name: str, scheme: _Scheme, shape: tuple[int, 
 
 def _with_activations(folder: Folder, layer: SourceLayer, scheme: _Scheme, *, weights_only: bool) -> SourceLayer:
     """The layer with its quantized activations, where the scheme has some."""
-    per_tensor = folder.tensors[f"{layer.name}.weight_scale"].shape in ((), (1,))
     consumed = {
         f"{kind}_{what}": f"{layer.name}.{kind}_{what}"
         for kind in ("input", "output")
@@ -196,13 +196,14 @@ def _with_activations(folder: Folder, layer: SourceLayer, scheme: _Scheme, *, we
         if f"{layer.name}.{kind}_{what}" in folder.tensors
     }
     fields = {**layer.fields, **consumed}
-    runs = scheme.static_inputs and per_tensor and scheme.format == INTEGER and "weight_zero_point" not in layer.fields
+    symmetric = scheme.format == INTEGER and "weight_zero_point" not in layer.fields
+    runs = scheme.static_inputs and symmetric and layer.group_size == -1  # one scale for all, or for each row
     if scheme.input_bits is None:
         return replace(layer, fields=fields, bytes=folder.bytes_of(fields))
     if not runs and not weights_only:
         raise CheckpointError(
-            f"{layer.name}: its activations are quantized other than by one static scale per tensor on both sides; "
-            "pass `weights_only` to convert the weights alone"
+            f"{layer.name}: its activations are quantized other than by one static scale per tensor beside symmetric "
+            "INT8 weights with one scale or one per row; pass `weights_only` to convert the weights alone"
         )
     if not weights_only:
         folder.field(f"{layer.name}.input_scale", FLOATS)
@@ -254,13 +255,15 @@ def _static(layer: SourceLayer, get: Get) -> PackedWeight | None:
     if layer.act_bits != _BYTE_BITS or layer.note == _LEFT_OUT:
         return None
     rows, columns = layer.shape
-    scales = {}
-    for field, own in (("weight_scale", "weight_scale"), ("input_scale", "act_scale")):
-        scales[own] = get(layer.fields[field]).float().reshape(-1)[:1].clone()
-        if not bool((scales[own] > 0).all()) or not bool(scales[own].isfinite().all()):
+    stored = get(layer.fields["weight_scale"]).float()
+    row_scales = stored.dim() > 1
+    weight_scale = stored if row_scales else stored.reshape(1)
+    act_scale = get(layer.fields["input_scale"]).float().reshape(-1)[:1].clone()
+    for field, scale in (("weight_scale", weight_scale), ("input_scale", act_scale)):
+        if not bool((scale > 0).all()) or not bool(scale.isfinite().all()):
             raise CheckpointError(f"{layer.name}.{field}: is no number above 0; {COPY}")
     try:
-        spec = FlattenSpec(_BYTE_BITS, _BYTE_BITS, padded_columns(columns))
+        spec = FlattenSpec(_BYTE_BITS, _BYTE_BITS, padded_columns(columns), row_scales=row_scales)
     except RecipeError as error:
         raise CheckpointError(f"{layer.name}: {error}") from error
     extra = spec.extended_channels - columns
@@ -268,7 +271,8 @@ def _static(layer: SourceLayer, get: Get) -> PackedWeight | None:
         "codes": pad(get(layer.fields["weight"]), (0, extra)),
         "source_channel": pad(torch.arange(columns, dtype=torch.int32), (0, extra)),
         "source_segment": torch.zeros(spec.extended_channels, dtype=torch.int32),
-        **scales,
+        "weight_scale": weight_scale,
+        "act_scale": act_scale,
     }
     return PackedWeight(spec, (rows, columns), tensors, {"exact": True, "rounding": 0.0, "extra_planes": 0})
 

@@ -31,13 +31,14 @@ _PLUGIN = "serve the checkpoint itself: 'vllm serve DIR' with quantkit installed
 class ExportLayer:
     """One Linear to export.
 
-    grid: its levels; None where both sides are INT8 with one static scale each (the ``flatten`` format without extra
-    columns).
+    grid: its levels; None where both sides are INT8 with static scales (the ``flatten`` format without extra columns).
+    row_scales: whether the weight of such a layer has one scale per row; the activations have one in all.
     """
 
     name: str
     shape: Shape
     grid: Grid | None
+    row_scales: bool = False
 
     @property
     def uniform(self) -> Grid:
@@ -127,7 +128,7 @@ def _layer(name: str, layer: StoredLayer, get: Get) -> ExportLayer:
     spec = layer.spec
     if isinstance(spec, FlattenSpec):
         _check_plain(name, spec, get, layer.shape[1])
-        return ExportLayer(name, layer.shape, None)
+        return ExportLayer(name, layer.shape, None, spec.row_scales)
     if not isinstance(spec, BcqSpec):
         raise CheckpointError(f"{name}: is stored as {format_name(spec)}, which no other format holds; {_PLUGIN}")
     _check_unrotated(name, spec)
@@ -146,7 +147,7 @@ def _check_unrotated(name: str, spec: BcqSpec | FlattenSpec) -> None:
 def _check_plain(name: str, spec: FlattenSpec, get: Get, columns: int) -> None:
     """Raise CheckpointError unless a ``flatten`` layer is INT8 without smoothing at run time or extra columns."""
     if (spec.weight_bits, spec.act_bits) != (8, 8):
-        raise CheckpointError(f"{name}: is W{spec.weight_bits}A{spec.act_bits} in whole tensors; {_PLUGIN}")
+        raise CheckpointError(f"{name}: is W{spec.weight_bits}A{spec.act_bits} with static scales; {_PLUGIN}")
     _check_unrotated(name, spec)
     if spec.smooth:
         raise CheckpointError(f"{name}: is smoothed at run time; quantize with smooth_unfed: false to export it")

@@ -90,7 +90,8 @@ def _compressed_group(layer: ExportLayer) -> dict[str, Any]:
     """The config group of a layer, but for its targets."""
     tensor = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False, "strategy": "tensor"}
     if layer.grid is None:
-        return {"weights": tensor, "input_activations": tensor, "output_activations": None, "format": "int-quantized"}
+        weights = {**tensor, "strategy": "channel"} if layer.row_scales else tensor
+        return {"weights": weights, "input_activations": tensor, "output_activations": None, "format": "int-quantized"}
     width = group_width(layer.grid.group_size, layer.shape[1])
     how = {"strategy": "channel"} if width == layer.shape[1] else {"strategy": "group", "group_size": width}
     weights = {**tensor, "num_bits": layer.grid.bits, "symmetric": layer.is_symmetric, **how}

@@ -4,6 +4,8 @@ Both operands of y = x W^T are signed integers times one scale each (FlattenQuan
 
     y[m, n] = act_scale * weight_scale * sum_c a[m, c] * codes[n, c],      c = 0 .. K_ext - 1
 
+Deviation: with row_scales every output feature has a scale of its own, weight_scale[n], which costs a product nothing.
+
 Column c carries input channel k = source_channel[c]. With q = round(x[m, k] / (smooth_scale[k] * act_scale)) and
 Q = 2**(act_bits - 1) - 1, its activation code is the source_segment[c]-th slice of q, Q wide, with q's sign:
 
@@ -44,13 +46,14 @@ MAX_COLUMNS = (2**31 - 1) // _MAX_PRODUCT // COLUMN_STEP * COLUMN_STEP  # any su
 class FlattenSpec:
     """weight_bits, act_bits: 4 or 8. extended_channels: K_ext, all columns of the flattened operands with padding.
     smooth: whether a smooth_scale per input channel is applied at run time (it was not folded into the model).
-    rotate_inputs: whether x is rotated before all of this."""
+    rotate_inputs: whether x is rotated before all of this. row_scales: whether every row of W has its own scale."""
 
     weight_bits: int
     act_bits: int
     extended_channels: int
     smooth: bool = False
     rotate_inputs: bool = field(default=False, metadata=ADDED_LATER)
+    row_scales: bool = field(default=False, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         for bits in (self.weight_bits, self.act_bits):
@@ -75,7 +78,8 @@ def padded_columns(columns: int, step: int = COLUMN_STEP) -> int:
 
 def flatten_tensors(spec: FlattenSpec, shape: Shape) -> dict[str, TensorSpec]:
     """codes [N, K_ext] int8 or [N, K_ext / 2] uint8; source_channel, source_segment [K_ext] int32;
-    weight_scale, act_scale (1,) fp32; smooth_scale [K] fp32 where applied at run time."""
+    weight_scale fp32 (1,), or (N, 1) with row_scales; act_scale (1,) fp32; smooth_scale [K] fp32 where applied at run
+    time."""
     rows, columns = shape
     width = spec.extended_channels
     packed = spec.weight_bits == 4
@@ -83,7 +87,7 @@ def flatten_tensors(spec: FlattenSpec, shape: Shape) -> dict[str, TensorSpec]:
         "codes": TensorSpec((rows, width // 2 if packed else width), torch.uint8 if packed else torch.int8),
         "source_channel": TensorSpec((width,), torch.int32),
         "source_segment": TensorSpec((width,), torch.int32),
-        "weight_scale": TensorSpec((1,), torch.float32),
+        "weight_scale": TensorSpec((rows, 1) if spec.row_scales else (1,), torch.float32),
         "act_scale": TensorSpec((1,), torch.float32),
     }
     if spec.smooth:

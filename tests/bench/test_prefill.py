@@ -97,7 +97,13 @@ def test_operations_are_those_of_the_unflattened_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [FlattenSpec(4, 4, 96), FlattenSpec(8, 8, 96), FlattenSpec(8, 8, 96, rotate_inputs=True)]
+    "spec",
+    [
+        FlattenSpec(4, 4, 96),
+        FlattenSpec(8, 8, 96),
+        FlattenSpec(8, 8, 96, rotate_inputs=True),
+        FlattenSpec(8, 8, 96, row_scales=True),
+    ],
 )
 def test_wrong_results_are_not_timed(device: torch.device, spec: FlattenSpec) -> None:
     module = random_flatten_linear(spec, (40, 64), torch.zeros(1, device=device, dtype=torch.float32))

@@ -173,6 +173,37 @@ def test_static_int8_of_both_sides_becomes_flatten(sources: Sources, tmp_path: P
     assert result.exact == result.layers
 
 
+def test_static_int8_with_a_scale_per_row_becomes_flatten(sources: Sources, tmp_path: Path) -> None:
+    channel, tensor = (scheme(8, symmetric=True, strategy=strategy) for strategy in ("channel", "tensor"))
+    document = compressed_document(channel, "int-quantized", tensor)
+
+    def fields(it: Coded) -> dict[str, torch.Tensor]:
+        codes = (it.codes - 128).to(torch.int8)
+        return {"weight": codes, "weight_scale": it.scales, "input_scale": torch.tensor([0.03])}
+
+    source = sources.write(document, fields, 8, symmetric=True, group_size=128)
+    result = convert_model(source, tmp_path / "out")
+    model = quantkit.load(str(tmp_path / "out"))
+    for name, it in sources.coded.items():
+        module = model.get_submodule(name)
+        assert (module.format_name, module.spec.act_bits, module.spec.row_scales) == ("flatten", 8, True)
+        assert torch.equal(module.dequantize(), (it.codes - 128).float() * it.scales.float())
+    assert result.exact == result.layers
+
+
+def test_static_activations_beside_groups_of_columns_are_refused(sources: Sources, tmp_path: Path) -> None:
+    groups, tensor = scheme(8, symmetric=True, strategy="group", group_size=32), scheme(8, symmetric=True)
+    document = compressed_document(groups, "int-quantized", tensor)
+
+    def fields(it: Coded) -> dict[str, torch.Tensor]:
+        codes = (it.codes - 128).to(torch.int8)
+        return {"weight": codes, "weight_scale": it.scales, "input_scale": torch.tensor([0.03])}
+
+    source = sources.write(document, fields, 8, symmetric=True)
+    with pytest.raises(CheckpointError, match="one scale or one per row; pass `weights_only`"):
+        convert_model(source, tmp_path / "out")
+
+
 def test_dynamic_activations_are_refused_or_left_out(sources: Sources, tmp_path: Path) -> None:
     inputs = scheme(8, symmetric=True, strategy="token") | {"dynamic": True}
     document = compressed_document(scheme(8, symmetric=True, strategy="channel"), "int-quantized", inputs)

@@ -109,6 +109,27 @@ def test_smoothquant_becomes_int_quantized_and_back(
     assert "INT8 activations" in refusal("export", tmp_path / "smooth", "--to", "gptq", "-o", tmp_path / "no")
 
 
+def test_static_int8_with_a_scale_per_row_goes_back_as_it_came(tiny_model: Model, tmp_path: Path) -> None:
+    from tests.exchange.sources import coded, compressed_document, scheme, write_source
+
+    channel, tensor = (scheme(8, symmetric=True, strategy=strategy) for strategy in ("channel", "tensor"))
+
+    def fields(_name: str, shape: tuple[int, int]) -> dict[str, torch.Tensor]:
+        it = coded(shape, 8, seed=3, symmetric=True, group_size=shape[1])
+        codes = (it.codes - 128).to(torch.int8)
+        return {"weight": codes, "weight_scale": it.scales.float(), "input_scale": torch.tensor([0.03])}
+
+    document = compressed_document(channel, "int-quantized", tensor)
+    source = write_source(tiny_model("opt"), tmp_path / "source", document, fields)
+    convert_model(source, tmp_path / "converted", exact=True)
+    export_model(tmp_path / "converted", tmp_path / "out", to="compressed-tensors", exact=True)
+    _assert_same_tensors(source, tmp_path / "out")
+    (group,) = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ].values()
+    assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == ("channel", "tensor")
+
+
 def test_integers_behind_rotated_inputs_are_refused(
     tiny_model: Model, calibrated: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from quantkit.bench.flatten_layers import random_flatten_linear
+from quantkit.formats.base import PackedWeight
+from quantkit.formats.flatten import FlattenSpec
+from quantkit.nn.flatten_linear import forward
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.flatten.quantizer import quantize
@@ -63,6 +69,24 @@ def test_prepared_module_computes_the_same_and_saves_the_stored_tensors(device: 
     saved = plain.state_dict()
     assert saved.keys() == stored.keys()
     assert all(torch.equal(saved[name].cpu(), tensor) for name, tensor in stored.items())
+
+
+@pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
+def test_a_scale_per_row_is_each_rows_own(device: torch.device, bits: int) -> None:
+    """Every row of y is that of a Linear that has its scale as the one scale, prepared or not."""
+    spec = FlattenSpec(bits, bits, 64, row_scales=True)
+    linear = random_flatten_linear(spec, (12, 40), torch.zeros(1, device=device, dtype=torch.float16))
+    assert linear.weight_scale.shape == (12, 1)
+    x = torch.randn(33, 40, device=device).half()
+    y, dense = linear(x), linear.dequantize()
+    canonical = {name: tensor.to(device) for name, tensor in linear.state_dict().items()}
+    assert torch.equal(forward(spec, canonical, x, None), y)
+    for n in range(12):
+        one = replace(spec, row_scales=False)
+        tensors = {**canonical, "codes": canonical["codes"][n : n + 1], "weight_scale": canonical["weight_scale"][n]}
+        row = QuantizedLinear.from_packed(PackedWeight(one, (1, 40), tensors, {}), None, torch.float16)
+        assert torch.equal(row(x)[:, 0], y[:, n])
+        assert torch.equal(row.dequantize()[0], dense[n])
 
 
 @pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])

@@ -73,7 +73,10 @@ _NO_SIZES = dict.fromkeys(("perChannel", "slotCount", "top", "activation"), 0)
 
 @dataclass(frozen=True)
 class Product:
-    """Codes in tile order, act_scale and weight_scale [1], bias; out: y [M, N], or byte tiles of ``requantization``."""
+    """Codes in tile order, scales, bias [N]; out: y [M, N], or byte tiles of ``requantization``.
+
+    scales: act_scale [1] and weight_scale, which is [1] or, with one scale per output feature, [N, 1].
+    """
 
     act_tiles: Tensor
     tiles: Tensor
@@ -95,7 +98,13 @@ class Product:
         after = self.requantization
         own = None if after is None else (after.multiplier.shape, after.slots.shape, after.act_bits, after.activation)
         bias_dtype = None if self.bias is None else self.bias.dtype
-        return (self.shape, self.dtype, bias_dtype, self.act_tiles.dtype, self.tiles.dtype, self.tiles.shape, own)
+        tiles = self.act_tiles.dtype, self.tiles.dtype, self.tiles.shape
+        return (self.shape, self.dtype, bias_dtype, self.row_scales, *tiles, own)
+
+    @property
+    def row_scales(self) -> bool:
+        """Whether every output feature has a weight scale of its own."""
+        return self.scales[1].numel() > 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,6 +129,7 @@ class Product:
         return {
             **self.tensors(),
             **(_NO_SIZES if self.requantization is None else self.requantization.sizes()),
+            "rowScales": int(self.row_scales),
             "biasDtype": DTYPE_CODES[self.dtype if self.bias is None else self.bias.dtype],
             "M": m,
             "N": n,

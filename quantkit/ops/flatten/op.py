@@ -66,8 +66,8 @@ class FlattenQuantizeTiles(NamedTuple):
 class Int8Gemm(NamedTuple):
     """y [..., N] = act_scale * weight_scale * (act_codes codes^T) + bias with exact int32 sums.
 
-    act_codes: [..., K_ext] int8. codes: [N, K_ext] int8 or [N, K_ext / 2] uint8 nibbles. bias: [N]. Scale and bias are
-    applied in fp32 before the cast to out_dtype.
+    act_codes: [..., K_ext] int8. codes: [N, K_ext] int8 or [N, K_ext / 2] uint8 nibbles. act_scale: [1] fp32.
+    weight_scale: [1] or [N, 1] fp32. bias: [N]. Scales and bias are applied in fp32 before the cast to out_dtype.
     """
 
     act_codes: Tensor
@@ -173,7 +173,7 @@ def _empty_codes(op: FlattenQuantizeTiles) -> Tensor:
 
 
 def _scaled(total: Tensor, op: Int8Gemm) -> Tensor:
-    y = total.float() * (op.act_scale * op.weight_scale)
+    y = total.float() * (op.act_scale * op.weight_scale.flatten())  # [M, N] times [1] or [N]
     return (y if op.bias is None else y + op.bias.float()).to(op.out_dtype).reshape(*op.act_codes.shape[:-1], -1)
 
 
@@ -262,8 +262,10 @@ def _gemm_samples() -> Iterator[Int8Gemm]:
     for (tokens, out_features, _, extended), bits in product(_SAMPLE_SHAPES, (4, 8)):
         top, scale = max_code(bits), torch.tensor([0.013])
         acts, codes = (torch.randint(-top, top + 1, (n, extended), dtype=torch.int8) for n in (tokens, out_features))
-        stored, bias = pack_nibbles(codes) if bits == 4 else codes, torch.randn(out_features)
-        yield Int8Gemm(acts, stored, scale, scale, bias.half(), torch.float16)
+        stored, bias = pack_nibbles(codes) if bits == 4 else codes, torch.randn(out_features).half()
+        row_scales = torch.rand(out_features, 1) * 0.02
+        yield Int8Gemm(acts, stored, scale, scale, bias, torch.float16)
+        yield Int8Gemm(acts, stored, scale, row_scales, bias, torch.float16)
         yield Int8Gemm(acts, stored, scale, scale, None, torch.float32)
 
 

@@ -29,6 +29,7 @@ class RequantizeProblem:
         act_bits: int = 8,
         weight_bits: int = 8,
         smooth: bool = False,
+        row_scales: bool = False,
     ):
         self.tokens, self.out_features, self.extended = shape
         self.dtype, self.act_bits = dtype, act_bits
@@ -39,6 +40,8 @@ class RequantizeProblem:
         self.nibbles = weight_bits == 4
         self.act_scale = torch.tensor([2.0 / top**2], device=device)
         self.weight_scale = torch.tensor([0.11], device=device)
+        if row_scales:
+            self.weight_scale = self.weight_scale * (torch.rand(self.out_features, 1, device=device) + 0.5)
         self.bias = torch.randn(self.out_features, device=device).to(dtype)
         self.bias[0], self.bias[-1] = 60.0, -60.0  # beyond the last slice on one side
         extra = self.extended - self.out_features

@@ -23,6 +23,7 @@ from quantkit.ops.flatten.op import (
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SANITIZED_DTYPES = [pytest.param(torch.float16, marks=pytest.mark.sanitize), *DTYPES[1:]]
 SHAPES = [(1, 5, 32), (7, 65, 160), (65, 130, 96), (130, 257, 2080), (300, 520, 4096)]
+ROW_SCALES = [False, True]
 CUDA = torch.device("cuda")
 HOPPER = (9, 0)
 QUANTIZED = [  # K, K_ext
@@ -54,11 +55,14 @@ def _stored(codes: Tensor, bits: int) -> Tensor:
 class _Problem:
     """Seeded operands of y [M, N] and the reference's y; the largest sums come from the outer rows."""
 
-    def __init__(self, shape: tuple[int, int, int], bits: int, dtype: torch.dtype, bias: bool = True):
+    def __init__(
+        self, shape: tuple[int, int, int], bits: int, dtype: torch.dtype, bias: bool = True, row_scales: bool = False
+    ):
         m, n, extended = shape
         self.bits, self.dtype, self.shape = bits, dtype, shape
         self.acts, self.codes = _codes(m, extended, bits), _codes(n, extended, bits)
-        self.scales = torch.tensor([0.013]), torch.tensor([0.0021])
+        per_row = torch.rand(n, 1) + 0.5 if row_scales else torch.ones(1)
+        self.scales = torch.tensor([0.013]), 0.0021 * per_row
         self.bias = torch.randn(n).to(dtype) if bias else None
 
     def expected(self) -> Tensor:
@@ -118,6 +122,18 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
     assert flatten_quantize(torch.zeros(2, 0, 32, device=device), *maps, one, None, 8).shape == (2, 0, 32)
 
 
+def test_a_launch_says_whether_every_feature_has_a_scale() -> None:
+    codes, y = torch.ones(70, 160, dtype=torch.int8), torch.empty(70, 70)
+    acts, tiles, one = tile_codes(codes), tile_codes(codes, weight=True), torch.ones(1)
+    alike, per_row = (Product(acts, tiles, (one, scale), None, y) for scale in (one, torch.ones(70, 1)))
+    for product, flag in ((alike, 0), (per_row, 1)):
+        for launch in (mma_launch(product), *(wgmma_launch(product, tile, 132) for tile in GEMM_TILES)):
+            launch.check()
+            assert launch.args["rowScales"] == flag
+            assert launch.args["weightScale"] is product.scales[1]
+    assert alike.kind() != per_row.kind()  # a launch that is kept has the flag in it
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("smooth", [False, True], ids=["plain", "smooth"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -172,12 +188,15 @@ def test_expansion_gives_the_codes(extended: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", SANITIZED_DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("row_scales", ROW_SCALES, ids=["one scale", "row scales"])
 @pytest.mark.parametrize("tile", GEMM_TILES, ids=str)
-def test_every_wgmma_tile_equals_the_reference(tile: GemmTile, bias: bool, dtype: torch.dtype) -> None:
+def test_every_wgmma_tile_equals_the_reference(
+    tile: GemmTile, row_scales: bool, bias: bool, dtype: torch.dtype
+) -> None:
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("warpgroup products need compute capability 9.0")
     for shape in [*SHAPES, (1000, 2056, 640)]:
-        problem = _Problem(shape, 8, dtype, bias)
+        problem = _Problem(shape, 8, dtype, bias, row_scales)
         product = problem.product()
         wgmma_launch(product, tile, gpu_of(CUDA).processors).run()
         assert torch.equal(product.out.cpu(), problem.expected()), f"{shape=}"
@@ -186,21 +205,23 @@ def test_every_wgmma_tile_equals_the_reference(tile: GemmTile, bias: bool, dtype
 @pytest.mark.cuda
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("row_scales", ROW_SCALES, ids=["one scale", "row scales"])
 @pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
-def test_warp_products_equal_the_reference(bits: int, dtype: torch.dtype) -> None:
+def test_warp_products_equal_the_reference(bits: int, row_scales: bool, dtype: torch.dtype) -> None:
     # INT4 products are emulated on some GPUs, but exact everywhere.
     for shape in SHAPES:
-        problem = _Problem(shape, bits, dtype)
+        problem = _Problem(shape, bits, dtype, row_scales=row_scales)
         product = problem.product(packed_acts=bits == 4)
         mma_launch(product).run()
         assert torch.equal(product.out.cpu(), problem.expected()), f"{shape=}"
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("row_scales", ROW_SCALES, ids=["one scale", "row scales"])
 @pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=[f"{m}x{n}x{k}" for m, n, k in SHAPES])
-def test_op_equals_the_reference(shape: tuple[int, int, int], bits: int) -> None:
-    problem = _Problem(shape, bits, torch.float16)
+def test_op_equals_the_reference(shape: tuple[int, int, int], bits: int, row_scales: bool) -> None:
+    problem = _Problem(shape, bits, torch.float16, row_scales=row_scales)
     (act_scale, weight_scale), bias = problem.rest()
     y = int8_gemm_tiles(*problem.operands(), act_scale, weight_scale, bias, *shape[:2], torch.float16)
     assert torch.equal(y.cpu(), problem.expected())

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from quantkit.formats.flatten import pack_nibbles
-from quantkit.ops.flatten.op import flatten_quantize, int8_gemm
+from quantkit.ops.flatten.layout import tile_codes
+from quantkit.ops.flatten.op import flatten_quantize, int8_gemm, int8_gemm_tiles
 
 # Channels 0 and 3 have further slices; the last two columns are a weight slice and padding.
 CHANNEL = [0, 1, 2, 3, 4, 0, 0, 3, 1, 0]
@@ -89,6 +90,41 @@ def test_scale_and_bias_are_applied_in_fp32(device: torch.device, dtype: torch.d
         dtype,
     )
     assert (y.dtype, y.tolist()) == (dtype, [[[12.0]]])
+
+
+@pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
+@pytest.mark.parametrize("tiled", [False, True], ids=["rows", "tiles"])
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 1), (7, 5), (65, 70)])
+def test_a_scale_per_feature_rounds_once_per_operation(
+    device: torch.device, rows: int, outputs: int, tiled: bool, bits: int
+) -> None:
+    top = 2 ** (bits - 1) - 1
+    acts = torch.randint(-top, top + 1, (rows, 96), dtype=torch.int8)
+    codes = torch.randint(-top, top + 1, (outputs, 96), dtype=torch.int8)
+    act_scale, weight_scale, bias = torch.tensor([0.013]), torch.rand(outputs, 1) * 0.02, torch.randn(outputs)
+    # fp64 holds every product of two fp32 numbers, and these sums.
+    scale = (act_scale.double() * weight_scale.flatten().double()).float().double()
+    scaled = ((acts.long() @ codes.long().t()).double() * scale).float().double()
+    expected = (scaled + bias.double()).float()
+    stored = pack_nibbles(codes) if bits == 4 else codes
+    scales = act_scale.to(device), weight_scale.to(device)
+    if tiled:
+        operands = tile_codes(acts).to(device), tile_codes(stored, weight=True).to(device)
+        y = int8_gemm_tiles(*operands, *scales, bias.to(device), rows, outputs, torch.float32)
+    else:
+        y = int8_gemm(acts.to(device), stored.to(device), *scales, bias.to(device), torch.float32)
+    assert y.shape == (rows, outputs)
+    assert torch.equal(y.cpu(), expected)
+
+
+@pytest.mark.parametrize("leading", [(), (2, 3)], ids=["vector", "batch"])
+def test_equal_scales_per_feature_are_one_scale(device: torch.device, leading: tuple[int, ...]) -> None:
+    acts = torch.randint(-127, 128, (*leading, 64), dtype=torch.int8, device=device)
+    codes = torch.randint(-127, 128, (24, 64), dtype=torch.int8, device=device)
+    scale, bias = torch.tensor([0.013], device=device), torch.randn(24, device=device)
+    one, each = (int8_gemm(acts, codes, scale, own, bias, torch.float16) for own in (scale, scale.expand(24, 1)))
+    assert each.shape == (*leading, 24)
+    assert torch.equal(one, each)
 
 
 def test_two_runs_are_equal_bit_for_bit(device: torch.device) -> None:

@@ -42,6 +42,15 @@ def test_nibble_weights_give_the_same(device: torch.device, act_bits: int) -> No
     assert_same_codes(problem.apart("relu", problem.fused("relu")), "relu")
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("weight_bits", [4, 8], ids=["int4", "int8"])
+def test_a_scale_per_feature_gives_the_codes_of_the_ops_one_by_one(device: torch.device, weight_bits: int) -> None:
+    for shape in SHAPES:
+        problem = RequantizeProblem(shape, torch.float16, device, weight_bits=weight_bits, smooth=True, row_scales=True)
+        assert problem.weight_scale.shape == (shape[1], 1)
+        assert_same_codes(problem.apart("relu", problem.fused("relu")), "relu")
+
+
 def test_largest_and_undefined_values_keep_their_codes(device: torch.device) -> None:
     problem = RequantizeProblem((7, 65, 160), torch.float16, device)
     problem.bias[:3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
@@ -104,12 +113,15 @@ def _product(problem: RequantizeProblem, activation: str, packed_acts: bool = Fa
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("row_scales", [False, True], ids=["one scale", "row scales"])
 @pytest.mark.parametrize("tile", GEMM_TILES, ids=str)
-def test_every_wgmma_tile_gives_the_same_codes(tile: GemmTile, activation: str, dtype: torch.dtype) -> None:
+def test_every_wgmma_tile_gives_the_same_codes(
+    tile: GemmTile, row_scales: bool, activation: str, dtype: torch.dtype
+) -> None:
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("warpgroup products need compute capability 9.0")
     for shape in [*SHAPES, (1000, 2056, 2560)]:
-        problem = RequantizeProblem(shape, dtype, torch.device("cuda"), smooth=True)
+        problem = RequantizeProblem(shape, dtype, torch.device("cuda"), smooth=True, row_scales=row_scales)
         product = _product(problem, activation)
         wgmma_launch(product, tile, gpu_of(product.out.device).processors).run()
         assert_same_codes(problem.apart(activation, product.out), activation)
@@ -120,9 +132,10 @@ def test_every_wgmma_tile_gives_the_same_codes(tile: GemmTile, activation: str, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16"])
 @pytest.mark.parametrize("bits", [4, 8], ids=["int4", "int8"])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
-def test_warp_products_give_the_same_codes(activation: str, bits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("row_scales", [False, True], ids=["one scale", "row scales"])
+def test_warp_products_give_the_same_codes(row_scales: bool, activation: str, bits: int, dtype: torch.dtype) -> None:
     for shape in [*SHAPES, (1000, 2056, 2560)]:
-        problem = RequantizeProblem(shape, dtype, torch.device("cuda"), weight_bits=bits)
+        problem = RequantizeProblem(shape, dtype, torch.device("cuda"), weight_bits=bits, row_scales=row_scales)
         product = _product(problem, activation, packed_acts=bits == 4)
         mma_launch(product).run()
         assert_same_codes(problem.apart(activation, product.out), activation)
