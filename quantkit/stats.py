@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +44,22 @@ class LayerStats:
     def reach(self) -> Tensor:
         """[K] fp32, the largest |x| seen at all."""
         return self.absmax if self.vocabulary_absmax is None else self.absmax.maximum(self.vocabulary_absmax)
+
+    def growth(self, factor: float) -> float:
+        """How many times as far x is expected to reach over ``factor`` times the tokens.
+
+        By a power law, as of heavy tails: the reach of all tokens beside that of the sample, in the mean of the
+        channels' logarithms. 1 where the sample is all there is.
+        """
+        rows = len(self.sample)
+        if not 0 < rows < self.tokens:
+            return 1.0
+        seen = self.sample.abs().amax(dim=0)
+        known = (seen > 0) & (self.absmax > 0)
+        if not known.any():
+            return 1.0
+        further = (self.absmax[known] / seen[known]).clamp_min(1).log().mean().item()
+        return float(factor ** (further / math.log(self.tokens / rows)))
 
     def divided(self, scale: Tensor) -> LayerStats:
         """Those of x / scale, scale [K] > 0, but for the histogram, which stays that of x."""

@@ -11,7 +11,8 @@ LIMITS = (0.5, 1.0, 2.0, 8.0)
 AS_PUBLISHED = {
     "flatten-o1": (
         *("smoothing=sigmoid", "bound_linears=false", "rotate_inputs=false"),
-        *("column_price=0", "cover_vocabulary=false", "headroom=1"),
+        *("column_price=0", "cover_vocabulary=false", "longer_text=1"),
+        *("row_scales=false", "max_flatten_ratio=1"),
     )
 }
 

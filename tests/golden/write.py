@@ -31,7 +31,8 @@ WORDS = (*("the", "model", "reads", "a", "line", "of", "text", "and", "then", "s
 # flatten-o1 as it was when the files were written
 AS_PUBLISHED = (
     *("smoothing=sigmoid", "bound_linears=false", "rotate_inputs=false"),
-    *("column_price=0", "cover_vocabulary=false", "headroom=1"),
+    *("column_price=0", "cover_vocabulary=false", "longer_text=1"),
+    *("row_scales=false", "max_flatten_ratio=1"),
 )
 # name -> recipe and its settings; rows of 24 columns end in a group of 8
 CHECKPOINTS = {

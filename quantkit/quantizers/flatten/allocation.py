@@ -35,12 +35,11 @@ def priced_splits(
     exact = operands.rows @ operands.weight.t()
     tried_acts, tried_weights = [], []
     for step in (*_ACT_STEPS, *(_FAR_ACT_STEPS if far else ())):
-        split = split_channels(operands.act_absmax, acts.threshold * step, acts.bits)
+        split = operands.split_inputs(acts.threshold * step, acts.bits)
         error = relative_error(exact, split.dequantized(operands.rows) @ operands.weight.t())
         tried_acts.append((step, split, error))
-    weight_absmax = operands.weight.abs().amax(dim=0)
-    for step in (*_WEIGHT_STEPS, *(_FAR_WEIGHT_STEPS if far else ())):
-        split = split_channels(weight_absmax, weights.threshold * step, weights.bits)
+    for step in (1.0,) if weights.by_row else (*_WEIGHT_STEPS, *(_FAR_WEIGHT_STEPS if far else ())):
+        split = operands.split_weight(weights, step)
         error = relative_error(exact, operands.rows @ split.dequantized(operands.weight).t())
         tried_weights.append((step, split, error))
     best, least = None, float("inf")
@@ -72,9 +71,9 @@ def clipped_splits(operands: Operands, weights: Split, price: float, max_extende
     Every token counts alike. That is wrong of tokens on which attention parks, which limit_columns therefore weighs by
     what they cost others; a prefix takes those away.
     """
-    reach, whole = operands.act_absmax.max().item(), operands.weight.abs().amax(dim=0)
+    reach = operands.act_absmax.max().item()
     best, least = None, float("inf")
-    for w in (split_channels(whole, float("inf"), weights.bits), weights):
+    for w in (operands.split_weight(weights, float("inf")), weights):
         for kept in _KEPT:
             a = most_slices(split_channels(operands.act_absmax, reach * kept, w.bits), w, max_extended)
             if a is None:

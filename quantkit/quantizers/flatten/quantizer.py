@@ -38,6 +38,7 @@ from quantkit.quantizers.flatten.slicing import (
     limit_columns,
     relative_error,
     split_channels,
+    split_rows,
 )
 from quantkit.quantizers.flatten.smoothing import SCALES
 from quantkit.quantizers.flatten.threshold import truncation_threshold
@@ -58,8 +59,8 @@ def stored_specs(settings: FlattenSettings, shape: Shape) -> tuple[FlattenSpec, 
     ratios = (0.0, settings.max_flatten_ratio) if settings.flatten else (0.0,)
     widths = [padded_columns(shape[1] + int(shape[1] * ratio), settings.pad_channels_to) for ratio in ratios]
     found = (
-        FlattenSpec(min(bits), min(bits), widths[0], rotate_inputs=rotates),
-        FlattenSpec(max(bits), max(bits), widths[-1], rotate_inputs=rotates),
+        FlattenSpec(min(bits), min(bits), widths[0], rotate_inputs=rotates, row_scales=settings.row_scales),
+        FlattenSpec(max(bits), max(bits), widths[-1], rotate_inputs=rotates, row_scales=settings.row_scales),
     )
     return tuple(dict.fromkeys(found))
 
@@ -129,9 +130,7 @@ def _split_layer(layer: LayerInput, settings: FlattenSettings, *, rotated: bool)
         weight = weight * own
     if rotated:
         stats, weight = rotated_stats(stats), rotate(weight)
-    operands = Operands(
-        stats.sample.to(weight.device).float(), weight, _reach(layer.name, stats, settings).to(weight.device)
-    )
+    operands = _operands(layer.name, stats, weight, settings, rotated=rotated)
     try:
         acts, weights = _splits(operands, stats.absmax.to(weight.device), settings)
     except StatsError as error:
@@ -145,6 +144,13 @@ def _split_layer(layer: LayerInput, settings: FlattenSettings, *, rotated: bool)
     if limited is not None:
         acts, weights = limited.acts, limited.weights
     return Layout(operands, acts, weights, rotated, own, limited)
+
+
+def _operands(name: str, stats: LayerStats, weight: Tensor, settings: FlattenSettings, *, rotated: bool) -> Operands:
+    reach, longer = _reach(name, stats, settings).to(weight.device), None
+    if settings.flatten and not rotated and settings.longer_text > 1:
+        longer = reach / settings.headroom * stats.growth(settings.longer_text)
+    return Operands(stats.sample.to(weight.device).float(), weight, reach, longer)
 
 
 def _reach(name: str, stats: LayerStats, settings: FlattenSettings) -> Tensor:
@@ -187,16 +193,19 @@ def _splits(operands: Operands, act_absmax: Tensor, settings: FlattenSettings) -
     act_absmax: [K] of the calibration text, which the input's threshold follows.
     """
     bits = settings.bits if isinstance(settings.bits, int) else max(FLATTEN_BITS)
-    splits = []
-    weight_absmax = operands.weight.abs().amax(dim=0)
-    pairs = (("input", act_absmax, operands.act_absmax), ("weight", weight_absmax, weight_absmax))
-    for what, maxima, covered in pairs:
+
+    def threshold(what: str, maxima: Tensor) -> float:
         try:
-            threshold = truncation_threshold(maxima, settings.threshold_multiplier, outlier_clip=settings.outlier_clip)
+            found = truncation_threshold(maxima, settings.threshold_multiplier, outlier_clip=settings.outlier_clip)
         except StatsError as error:
             raise StatsError(f"{what}: {error}") from error
-        splits.append(split_channels(covered, threshold if settings.flatten else float("inf"), bits))
-    return splits[0], splits[1]
+        return found if settings.flatten else float("inf")
+
+    acts = operands.split_inputs(threshold("input", act_absmax), bits)
+    if settings.row_scales:
+        return acts, split_rows(operands.weight, bits)
+    weight_absmax = operands.weight.abs().amax(dim=0)
+    return acts, split_channels(weight_absmax, threshold("weight", weight_absmax), bits)
 
 
 def _kl_ratio(layout: Layout, settings: FlattenSettings) -> float:
@@ -237,14 +246,16 @@ def quantize(layer: LayerInput, settings: FlattenSettings) -> PackedWeight:
             f"{layer.name}: {width} columns overflow int32 sums (at most {MAX_COLUMNS}); lower max_flatten_ratio"
         )
     bits = layout.acts.bits
-    spec = FlattenSpec(bits, bits, width, layout.smooth_scale is not None, layout.rotated)
+    spec = FlattenSpec(
+        bits, bits, width, layout.smooth_scale is not None, layout.rotated, row_scales=settings.row_scales
+    )
     padding = (0, width - columns.channel.numel())
     padded = torch.nn.functional.pad(codes, padding)
     tensors = {
         "codes": pack_nibbles(padded) if bits == 4 else padded,
         "source_channel": torch.nn.functional.pad(columns.channel, padding).int(),
         "source_segment": torch.nn.functional.pad(columns.act_segment, padding).int(),
-        "weight_scale": codes.new_tensor([layout.weights.scale], dtype=torch.float32),
+        "weight_scale": _stored_scale(layout.weights, codes.device),
         "act_scale": codes.new_tensor([layout.acts.scale], dtype=torch.float32),
     }
     if layout.smooth_scale is not None:
@@ -253,6 +264,12 @@ def quantize(layer: LayerInput, settings: FlattenSettings) -> PackedWeight:
     if damping is not None:
         report["damping"] = damping
     return PackedWeight(spec, (layer.weight.shape[0], layer.weight.shape[1]), tensors, report)
+
+
+def _stored_scale(weights: Split, device: torch.device) -> Tensor:
+    """[1], or [N, 1] of rows, fp32."""
+    scale = weights.scale if weights.by_row else [weights.scale]
+    return torch.as_tensor(scale, dtype=torch.float32, device=device)
 
 
 def _weight_codes(
@@ -281,11 +298,11 @@ def _report(layout: Layout, columns: Columns, codes: Tensor) -> dict[str, Any]:
     operands, acts, weights = layout.operands, layout.acts, layout.weights
     channels = acts.slices.numel()
     flat_x = take_slices(acts.integers(operands.rows), columns.channel, columns.act_segment, acts.top)
-    output = (flat_x @ codes.float().t()) * (acts.scale * weights.scale)
+    output = (flat_x @ (codes * weights.scale).t()) * acts.scale
     clamped = operands.rows.abs() > acts.capacity() + acts.scale / 2
     report: dict[str, Any] = {
         "act_threshold": acts.threshold,
-        "weight_threshold": weights.threshold,
+        "weight_threshold": weights.threshold.max().item() if weights.by_row else weights.threshold,
         "extended_channels": columns.channel.numel() - channels,
         "flatten_ratio": columns.channel.numel() / channels - 1,
         "clip_rate": clamped.float().mean().item(),

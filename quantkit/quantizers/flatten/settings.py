@@ -32,6 +32,9 @@ class FlattenSettings:
     few_columns: also try thresholds so far above Eq 7's that a single channel is cut; for a high column_price.
     cover_vocabulary: slices reach as far as any token of the vocabulary did, not only the calibration text.
     headroom: they reach this many times as far.
+    longer_text: a channel has one slice more where a text of this many times the calibration's tokens is expected to
+        reach beyond its last (LayerStats.growth); 1: none. Not of rotated inputs, which spread what is large.
+    row_scales: every row of W has a scale of its own, and no channel of W is cut.
     clip: choose the input's threshold and slices by the output error on the calibration sample, clamp what is beyond;
         behind a prefix.
     pad_channels_to: K_ext is a multiple of this.
@@ -55,6 +58,8 @@ class FlattenSettings:
     few_columns: bool = False
     cover_vocabulary: bool = False
     headroom: float = 1.0
+    longer_text: float = 1.0
+    row_scales: bool = False
     clip: bool = False
     pad_channels_to: int = COLUMN_STEP
     kl_ratio_limit: float = 1.86
@@ -79,6 +84,8 @@ class FlattenSettings:
             raise RecipeError(f"max_flatten_ratio is {self.max_flatten_ratio}; choose 0 or more")
         if self.headroom < 1:
             raise RecipeError(f"headroom is {self.headroom}; choose a factor of 1 or more")
+        if self.longer_text < 1:
+            raise RecipeError(f"longer_text is {self.longer_text}; choose a factor of 1 or more")
         if self.column_price < 0:
             raise RecipeError(f"column_price is {self.column_price}; choose 0 or more")
         if self.pad_channels_to <= 0 or self.pad_channels_to % COLUMN_STEP:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from quantkit.formats.flatten import max_code
 class Split:
     """How one operand is cut: values are scale times an integer, slices[k] integers of at most ``top`` add up to it.
 
-    scale: > 0, in the operand's units. bits: 4 or 8. slices: [K] int64, >= 1, per input channel.
+    scale: > 0, in the operand's units; of a weight whose rows have their own [N, 1]. bits: 4 or 8.
+    slices: [K] int64, >= 1, per input channel.
     """
 
-    scale: float
+    scale: Any
     bits: int
     slices: Tensor
 
@@ -27,9 +29,14 @@ class Split:
         return max_code(self.bits)
 
     @property
-    def threshold(self) -> float:
-        """T, what one slice holds."""
+    def threshold(self) -> Any:
+        """T, what one slice holds; as ``scale``."""
         return self.scale * self.top
+
+    @property
+    def by_row(self) -> bool:
+        """Whether rows have scales of their own. Nothing is cut then."""
+        return isinstance(self.scale, Tensor)
 
     def with_bits(self, bits: int) -> Split:
         """The same threshold and slices at another width."""
@@ -62,6 +69,13 @@ def split_channels(absmax: Tensor, threshold: float, bits: int, *, limit: float 
     covered = absmax if limit is None else absmax.clamp_max(limit)
     steps = (covered.double() / scale).round()
     return Split(scale, bits, (steps / top).ceil().clamp_min(1).long())
+
+
+def split_rows(weight: Tensor, bits: int) -> Split:
+    """W [N, K] in one slice, with a scale for each row. Rows of zeros have a scale of 1."""
+    absmax = weight.abs().amax(dim=1, keepdim=True)
+    scale = torch.where(absmax > 0, absmax / max_code(bits), 1.0)
+    return Split(scale, bits, torch.ones(weight.shape[1], dtype=torch.long, device=weight.device))
 
 
 def extended_columns(acts: Split, weights: Split) -> int:
@@ -100,12 +114,27 @@ def column_map(acts: Split, weights: Split) -> Columns:
 class Operands:
     """What a choice of splits is judged on, both smoothed already.
 
-    rows: [R, K] fp32, sampled rows of x. weight: [N, K] fp32. act_absmax: [K], over all calibration tokens.
+    rows: [R, K] fp32, sampled rows of x. weight: [N, K] fp32. act_absmax: [K], how far slices of x must reach.
+    longer_absmax: [K], how far x of a longer text is expected to reach, or None.
     """
 
     rows: Tensor
     weight: Tensor
     act_absmax: Tensor
+    longer_absmax: Tensor | None = None
+
+    def split_inputs(self, threshold: float, bits: int) -> Split:
+        """As of split_channels, and one slice more where a longer text is expected to reach beyond the last."""
+        split = split_channels(self.act_absmax, threshold, bits)
+        if self.longer_absmax is None:
+            return split
+        return replace(split, slices=split.slices + (self.longer_absmax > split.capacity()).long())
+
+    def split_weight(self, weights: Split, step: float) -> Split:
+        """The weight cut at ``step`` times the threshold of ``weights``; these where rows have their own."""
+        if weights.by_row:
+            return weights
+        return split_channels(self.weight.abs().amax(dim=0), weights.threshold * step, weights.bits)
 
 
 def output_error(operands: Operands, acts: Split, weights: Split) -> float:
@@ -178,12 +207,11 @@ def limit_columns(operands: Operands, acts: Split, weights: Split, max_extended:
     Tried: raised input thresholds and, for each, clamping the channels that need the most slices. The weight's
     threshold is raised only where no input fits otherwise: its rounding noise is multiplied by the very outliers.
     """
-    weight_absmax = operands.weight.abs().amax(dim=0)
     for weight_step in _STEPS:
-        w = split_channels(weight_absmax, weights.threshold * weight_step, weights.bits)
+        w = operands.split_weight(weights, weight_step)
         best, least = None, float("inf")
         for act_step in _STEPS:
-            whole = split_channels(operands.act_absmax, acts.threshold * act_step, acts.bits)
+            whole = operands.split_inputs(acts.threshold * act_step, acts.bits)
             a = most_slices(whole, w, max_extended)
             if a is None:
                 continue
@@ -193,5 +221,6 @@ def limit_columns(operands: Operands, acts: Split, weights: Split, max_extended:
         if best is not None:
             return best
     whole = split_channels(operands.act_absmax, float("inf"), acts.bits)
-    w = split_channels(weight_absmax, float("inf"), weights.bits)
-    return Limited(whole, w, whole.threshold / acts.threshold, w.threshold / weights.threshold)
+    w = operands.split_weight(weights, float("inf"))
+    weight_step = 1.0 if weights.by_row else w.threshold / weights.threshold
+    return Limited(whole, w, whole.threshold / acts.threshold, weight_step)

@@ -249,6 +249,92 @@ def test_slices_reach_as_far_as_the_vocabulary_and_the_headroom_ask() -> None:
         assert layout.acts.threshold == pytest.approx(plan_layout(layer, PLAIN).acts.threshold)
 
 
+def _of_a_longer_text(layer: LayerInput) -> LayerInput:
+    """The sample is a quarter of the text, which reached twice as far; four times the text should, once more."""
+    assert layer.stats is not None
+    return replace(layer, stats=replace(layer.stats, absmax=2 * layer.stats.absmax, tokens=4 * layer.stats.tokens))
+
+
+def test_a_channel_has_one_slice_more_where_a_longer_text_would_reach_beyond_its_last() -> None:
+    layer, settings = _of_a_longer_text(_layer()), replace(PLAIN, threshold_multiplier=2.0)
+    plain, longer = (plan_layout(layer, replace(settings, longer_text=factor)) for factor in (1.0, 4.0))
+    beyond = 2 * plain.operands.act_absmax > plain.acts.capacity()
+    assert 0 < beyond.sum() < len(beyond)
+    assert torch.equal(longer.acts.slices, plain.acts.slices + beyond.long())
+
+
+def test_rotated_inputs_have_no_slices_for_a_longer_text() -> None:
+    layer, settings = _of_a_longer_text(_layer(channels=64)), replace(PLAIN, rotate_inputs=True)
+    plain, longer = (plan_layout(layer, replace(settings, longer_text=factor)) for factor in (1.0, 4.0))
+    assert torch.equal(longer.acts.slices, plain.acts.slices)
+
+
+ROWS = replace(PLAIN, row_scales=True)
+
+
+def _uneven_layer() -> LayerInput:
+    """Rows of W from 1 to 0.01, and one of zeros."""
+    layer = _layer()
+    sizes = torch.logspace(0, -2, len(layer.weight))[:, None]
+    sizes[5] = 0
+    return replace(layer, weight=layer.weight * sizes)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        replace(ROWS, column_price=0.01),
+        replace(ROWS, max_flatten_ratio=0.2),
+        replace(ROWS, clip=True),
+        replace(ROWS, flatten=False),
+        replace(ROWS, bits=4),
+        replace(ROWS, bits="mixed"),
+        replace(ROWS, rotate_inputs=False, gptq=True),
+    ],
+    ids=["priced", "limited", "clipped", "whole", "int4", "mixed", "gptq"],
+)
+def test_every_row_has_its_own_scale_and_fills_its_codes(settings: FlattenSettings) -> None:
+    layer = _uneven_layer()
+    if settings.gptq:
+        features = flattened_activations(layer, settings)(_x(layer))
+        layer = replace(layer, hessian=features.t() @ features)
+    packed = quantize(layer, settings)
+    codes, top = unpack_codes(packed.tensors["codes"]), 2 ** (packed.spec.weight_bits - 1) - 1
+    assert packed.spec.row_scales
+    assert packed.tensors["weight_scale"].shape == (len(layer.weight), 1)
+    largest = codes.abs().amax(dim=1)
+    used = layer.weight.abs().amax(dim=1) > 0
+    # GPTQ moves errors to later columns, so the largest weight's code may be another.
+    assert (largest[used] >= (top // 2 if settings.gptq else top)).all()
+    assert not largest[~used].any()
+    assert (packed.tensors["weight_scale"] > 0).all()
+    torch.testing.assert_close(
+        QuantizedLinear.from_packed(packed, None, torch.float32)(_x(layer)).double(),
+        _fake_quantized(packed, _x(layer)) if not settings.gptq else _flattened(packed, layer, settings),
+        rtol=FP32_RTOL,
+        atol=FP32_RTOL,
+    )
+
+
+def _flattened(packed: PackedWeight, layer: LayerInput, settings: FlattenSettings) -> Tensor:
+    """y in fp64 of the flattened operands: GPTQ rounds every column for itself."""
+    features = flattened_activations(layer, settings)(_x(layer)).double()
+    codes = unpack_codes(packed.tensors["codes"]).double()[:, : features.shape[1]]
+    return features @ (codes * packed.tensors["weight_scale"].double()).t()
+
+
+def test_row_scales_lose_less_where_rows_differ() -> None:
+    layer = _uneven_layer()
+    one, own = (quantize(layer, settings) for settings in (PLAIN, ROWS))
+    exact = _x(layer) @ layer.weight.t()
+    errors = []
+    for packed in (one, own):
+        y = QuantizedLinear.from_packed(packed, None, torch.float32)(_x(layer))
+        errors.append(((y - exact).square().sum(0) / exact.square().sum(0).clamp_min(1e-12))[-1].item())
+    assert errors[1] < 0.05 * errors[0]  # of the smallest row, which one scale leaves few codes
+    assert own.report["extended_channels"] <= one.report["extended_channels"]
+
+
 def test_a_higher_price_buys_fewer_columns_and_a_larger_error() -> None:
     layer = _layer(channels=96)
     packed = [quantize(layer, replace(PLAIN, column_price=price)) for price in (1e-4, 0.05, 100.0)]
@@ -264,7 +350,9 @@ def test_priced_columns_stay_within_the_limit() -> None:
     assert packed.report["extended_channels"] <= 9
 
 
-@pytest.mark.parametrize("bad", [{"headroom": 0.9}, {"column_price": -1.0}], ids=lambda bad: next(iter(bad)))
+@pytest.mark.parametrize(
+    "bad", [{"headroom": 0.9}, {"longer_text": 0.5}, {"column_price": -1.0}], ids=lambda bad: next(iter(bad))
+)
 def test_impossible_room_is_refused(bad: dict[str, float]) -> None:
     with pytest.raises(RecipeError, match="choose"):
         FlattenSettings(**bad)  # type: ignore[arg-type]
