@@ -24,7 +24,7 @@ from quantkit.quantizers.flatten.settings import FlattenSettings
 from quantkit.quantizers.flatten.smoothing import fold_smoothing
 from quantkit.quantizers.rotation import placed_rotations
 from quantkit.recipe import Recipe
-from tests.quantizers.flatten.test_quantizer import stats_of
+from tests.quantizers.flatten.layers import stats_of
 from tests.tiny import build_model
 
 COLUMNS, ROWS, TOKENS = 64, 48, 256
