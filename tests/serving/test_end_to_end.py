@@ -70,6 +70,7 @@ BCQ = {"schema": 1, "method": "bcq", "settings": {"weight_bits": 4, "group_size"
 RTN = {"schema": 1, "method": "rtn", "settings": {"weight_bits": 4, "group_size": 64}}
 HEAD = {**RTN, "keep": [], "head_bits": 6}
 FLATTEN = {"schema": 1, "method": "flatten", "settings": {"bits": 8}}
+ROW_SCALES = {**FLATTEN, "settings": {"bits": 8, "row_scales": True}}
 ROTATED = {**FLATTEN, "settings": {"bits": 8, "rotate": "online"}}
 TRELLIS = {
     "schema": 1,
@@ -92,6 +93,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], bool]] = {  # family, recipe, 
     "opt": ("opt", BCQ, False),
     "mixed": ("llama", MIXED, False),
     "flatten": ("llama", FLATTEN, True),
+    "flatten-row-scales": ("llama", ROW_SCALES, True),
     "flatten-rotated": ("llama", ROTATED, True),
     "head": ("llama", HEAD, False),
     "trellis": ("llama", TRELLIS, False),
@@ -182,7 +184,15 @@ def test_a_compiled_model_gives_the_same_tokens(folders: dict[str, Path], tmp_pa
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        *(("llama", 2), ("mixed", 2), ("flatten", 2), ("head", 2), ("mixtral", 2), ("qwen-moe", 2)),
+        *(
+            ("llama", 2),
+            ("mixed", 2),
+            ("flatten", 2),
+            ("flatten-row-scales", 2),
+            ("head", 2),
+            ("mixtral", 2),
+            ("qwen-moe", 2),
+        ),
         *(("llama", 4), ("head", 4), ("mixtral", 4)),
     ],
 )
