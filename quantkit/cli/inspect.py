@@ -76,7 +76,8 @@ def _bits(layer: LayerSummary) -> str:
 def _group(settings: Mapping[str, Any]) -> str:
     """Columns per scale, the scales' bits where they are not 16, and whether inputs are rotated: ``64 s8 rotated``."""
     bits = settings.get("scale_bits", 16)
-    size = settings.get("group_size", _ROW if "taps" in settings else None)
+    by_row = "taps" in settings or settings.get("row_scales")
+    size = settings.get("group_size", _ROW if by_row else None)
     size = {None: "tensor", _ROW: "row"}.get(size, str(size))
     return size + ("" if bits == 16 else f" s{bits}") + (" rotated" if settings.get("rotate_inputs") else "")
 

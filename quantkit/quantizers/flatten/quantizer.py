@@ -312,8 +312,8 @@ def _report(layout: Layout, columns: Columns, codes: Tensor) -> dict[str, Any]:
         report["kl_ratio"] = layout.kl_ratio
     if layout.limited is not None:
         uncovered = (acts.capacity() / operands.act_absmax.clamp_min(acts.scale)).min().item()
-        report["column_limit"] = (
-            f"thresholds raised x{layout.limited.act_step:g} (input) and x{layout.limited.weight_step:g} (weight); "
-            + ("every channel covered" if uncovered >= 1 else f"inputs clamped down to {uncovered:.3g} of the maximum")
+        of_weight = "" if weights.by_row else f" and x{layout.limited.weight_step:g} (weight)"
+        report["column_limit"] = f"thresholds raised x{layout.limited.act_step:g} (input){of_weight}; " + (
+            "every channel covered" if uncovered >= 1 else f"inputs clamped down to {uncovered:.3g} of the maximum"
         )
     return report

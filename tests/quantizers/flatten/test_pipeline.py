@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from quantkit.checkpoint.summary import summarize
+from quantkit.cli.app import app
 from quantkit.data.corpora import Corpus
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.formats.flatten import FlattenSpec, segment_capacity
@@ -84,6 +86,21 @@ def test_index_maps_and_codes_come_back_bit_for_bit(
         cut += int((slices > 1).sum())
         assert torch.equal(module.tensors["source_channel"][: module.in_features], torch.arange(module.in_features))
     assert cut > 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "shown"), [((), " row "), (("row_scales=false",), " tensor ")], ids=["row", "tensor"]
+)
+def test_inspect_says_whether_rows_have_scales(
+    overrides: tuple[str, ...],
+    shown: str,
+    tiny_model: Callable[[str], Path],
+    calibrated: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    out = _quantize(tiny_model("opt"), calibrated("opt"), tmp_path / "q", "flatten-o1", *overrides)
+    result = CliRunner().invoke(app, ["inspect", str(out)], env={"COLUMNS": "200"})
+    assert shown in next(line for line in result.stdout.splitlines() if "layers.1.fc1" in line)
 
 
 def test_smoothing_is_folded_where_a_norm_or_linear_feeds_and_run_elsewhere(
