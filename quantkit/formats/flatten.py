@@ -4,7 +4,7 @@ Both operands of y = x W^T are signed integers times one scale each (FlattenQuan
 
     y[m, n] = act_scale * weight_scale * sum_c a[m, c] * codes[n, c],      c = 0 .. K_ext - 1
 
-Deviation: with row_scales every output feature has a scale of its own, weight_scale[n], which costs a product nothing.
+Deviation: with row_scales every output feature has a scale of its own, weight_scale[n].
 
 Column c carries input channel k = source_channel[c]. With q = round(x[m, k] / (smooth_scale[k] * act_scale)) and
 Q = 2**(act_bits - 1) - 1, its activation code is the source_segment[c]-th slice of q, Q wide, with q's sign:
