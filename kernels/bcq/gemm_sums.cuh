@@ -38,48 +38,154 @@ __device__ __forceinline__ void addPhases(float* acc, int phase, uint32 start) {
     namedSync(1, S::kConsumers);  // before the next segment's sums take their place
 }
 
-// A warp's sums of an n tile -> y, those that this block finishes. A lane's sums are of two tokens and rows g, g + 8;
-// transposed, of one token and neighbouring rows.
-template <class S>
-__device__ __forceinline__ void writeTile(const float* acc, const GemmProblem& p, int nTile, int firstToken, int lane) {
-    constexpr int kDtype = S::kDtype, kHalf = kTileN / kLaneRows;
-    const int g = lane / kTileQuads, t = lane % kTileQuads, column = nTile * kTileN + 2 * t;
-    const auto finishes = [&](int j) { return !isSplit<S>(p) || S::Splits::finishes(j); };
-    const bool even = p.N % 2 == 0;  // two elements are one store
-    float factor[kLaneRows], bias[kLaneRows];
+// Eight neighbouring columns of a token in x's type. columns: of them, how many there are; aligned: whether all are, as one vector.
+__device__ __forceinline__ uint4 loadColumns(const uint16* from, int columns, bool aligned) {
+    if (aligned) return *reinterpret_cast<const uint4*>(from);
+    uint32 word[4] = {};
 #pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) {
-        const int n = nTile * kTileN + r * kHalf + g;
-        factor[r] = p.scaleBits == 8 ? rowFactor<8>(p.factors, nTile, r * kHalf + g) : 1.0f;
-        bias[r] = p.bias && n < p.N ? shortToFloat(p.bias[n], kDtype) : 0.0f;
+    for (int i = 0; i < 8; ++i) {
+        if (i < columns) word[i / 2] |= uint32(from[i]) << i % 2 * 16;
     }
-    uint16* y = p.y + size_t(firstToken + g) * p.N + column;
-    const int tokens = p.M - firstToken;
+    return make_uint4(word[0], word[1], word[2], word[3]);
+}
+__device__ __forceinline__ void storeColumns(uint16* to, const uint32 (&word)[4], int columns) {
 #pragma unroll
-    for (int j = 0; j < S::kTokens / 8; ++j, y += 8 * size_t(p.N)) {
-        if (8 * j >= tokens) break;
-        if (!finishes(j)) continue;
+    for (int i = 0; i < 8; ++i) {
+        if (i < columns) to[i] = uint16(word[i / 2] >> i % 2 * 16);
+    }
+}
+
+// Where a lane of a warp writes what of an n tile: in every step eight columns of one of 16 tokens.
+template <class S>
+struct LanePlace {
+    static constexpr int kStepTokens = 16;
+    const GemmProblem& p;
+    int token, columns, place, pitch;  // of the first step; of y from the lane's first on; its place among four lanes; of y
+    size_t first;
+
+    __device__ __forceinline__ LanePlace(const GemmProblem& p, int nTile, int firstToken, int lane) : p(p), pitch(p.N) {
+        asm volatile("" : "+r"(lane), "+r"(pitch));  // else what follows from them is kept while the next item is multiplied
+        place = lane % kTileQuads;
+        const int column = nTile * kTileN + place % 2 * 8;
+        token = firstToken + place / 2 * 8 + lane / kTileQuads, columns = pitch - column;
+        first = size_t(token) * pitch + column;
+    }
+    __device__ __forceinline__ size_t at(int step) const { return first + size_t(step * kStepTokens) * pitch; }
+    __device__ __forceinline__ bool writes(int step) const {
+        const bool present = token + step * kStepTokens < p.M && columns > 0;
+        return present && (!isSplit<S>(p) || S::Splits::finishes(2 * step + place / 2));
+    }
+    __device__ __forceinline__ bool aligned() const {
+        return (size_t(p.y) | size_t(p.residual) | pitch * size_t(kShortBytes)) % kVectorBytes == 0;
+    }
+};
+
+// The epilogue of what this lane has written, other than ReLU and a residual of whole vectors: a pass of its own, as calls would
+// move all sums to memory, and single elements would be much code.
+template <class S>
+__device__ __forceinline__ void finishTile(const GemmProblem& p, const LanePlace<S>& own, bool aligned) {
+    asm volatile("" ::: "memory");  // the stores do not order loads
+#pragma unroll 1
+    for (int step = 0; step < S::kTokens / LanePlace<S>::kStepTokens; ++step) {
+        if (!own.writes(step)) continue;
+        const uint4 value = loadColumns(p.y + own.at(step), own.columns, aligned);
+        const uint4 kept = p.residual ? loadColumns(p.residual + own.at(step), own.columns, aligned) : uint4{};
+        uint32 word[4] = {value.x, value.y, value.z, value.w};
+        const uint32 addend[4] = {kept.x, kept.y, kept.z, kept.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int shift = i % 2 * 16;
+            const float x = shortToFloat(uint16(word[i / 2] >> shift), S::kDtype);
+            const float more = shortToFloat(uint16(addend[i / 2] >> shift), S::kDtype);
+            const uint32 y = withEpilogue(x, p.activation, p.residual, more, S::kDtype);
+            word[i / 2] = (word[i / 2] & ~(0xFFFFu << shift)) | y << shift;
+        }
+        if (aligned) store16If(true, p.y + own.at(step), word[0], word[1], word[2], word[3]);
+        else storeColumns(p.y + own.at(step), word, own.columns);
+    }
+}
+
+// What the sums of a lane's rows, g and g + 8, are multiplied by and what is added to them.
+template <int kDtype>
+struct RowTerms {
+    float factor[kLaneRows], bias[kLaneRows];
+
+    __device__ __forceinline__ RowTerms(const GemmProblem& p, int nTile, int lane) {
 #pragma unroll
         for (int r = 0; r < kLaneRows; ++r) {
-            const float* sum = acc + 4 * j + 2 * r;
-            const uint32 pair = transposed(packPair<kDtype>(sum[0] * factor[r] + bias[r], sum[1] * factor[r] + bias[r]));
-            const int left = 8 * j + g < tokens ? p.N - column - r * kHalf : 0;  // columns from this one on
-            if (even && left > 0) *reinterpret_cast<uint32*>(y + r * kHalf) = pair;
-            if (even) continue;
-            if (left > 0) y[r * kHalf] = uint16(pair);
-            if (left > 1) y[r * kHalf + 1] = uint16(pair >> 16);
+            const int row = r * (kTileN / kLaneRows) + lane / kTileQuads, n = nTile * kTileN + row;
+            factor[r] = p.scaleBits == 8 ? rowFactor<8>(p.factors, nTile, row) : 1.0f;
+            bias[r] = p.bias && n < p.N ? shortToFloat(p.bias[n], kDtype) : 0.0f;
         }
     }
-    if (p.activation == kNoActivation && !p.residual) return;
-#pragma unroll 1
-    for (int m = firstToken + g; m < min(p.M, firstToken + S::kTokens); m += 8) {  // what this lane has written
-#pragma unroll 1
-        for (int i = 0; i < 2 * kLaneRows; ++i) {
-            const int n = column + i / 2 * kHalf + i % 2;
-            if (n >= p.N || !finishes((m - firstToken) / 8)) continue;
-            const size_t at = size_t(m) * p.N + n;
-            const float kept = p.residual ? shortToFloat(p.residual[at], kDtype) : 0.0f;
-            p.y[at] = withEpilogue(shortToFloat(p.y[at], kDtype), p.activation, p.residual, kept, kDtype);
+};
+
+// The words that a lane writes in some steps, from the 8 sums that it has of each. Sums are of two tokens and rows g, g + 8;
+// transposed, of one token and two neighbouring rows; exchanged among four lanes, of eight.
+template <int kDtype, int kAtOnce>
+__device__ __forceinline__ void packSums(const float* acc, const RowTerms<kDtype>& terms, int place,
+                                         uint32 (&word)[kAtOnce][4]) {
+#pragma unroll
+    for (int i = 0; i < 4 * kAtOnce; ++i) {
+        const float* sum = acc + 2 * i;
+        const float factor = terms.factor[i % kLaneRows], bias = terms.bias[i % kLaneRows];
+        word[i / 4][i % 4] = transposed(packPair<kDtype>(sum[0] * factor + bias, sum[1] * factor + bias));
+    }
+#pragma unroll
+    for (int s = 0; s < kAtOnce; ++s) exchangeInQuad(word[s], place);
+}
+
+// A warp's sums of an n tile -> y, those that this block finishes. Some steps at once, so that none waits for its own last
+// instruction; residuals are asked for ahead, where registers carry them. Both would be waits of the tensor cores.
+template <class S>
+__device__ __forceinline__ void writeTile(const float* acc, const GemmProblem& p, int nTile, int firstToken, int lane) {
+    constexpr int kDtype = S::kDtype, kSteps = S::kTokens / LanePlace<S>::kStepTokens;
+    constexpr int kMost = S::kGroups < 4 ? 4 : 2, kAtOnce = kSteps < kMost ? kSteps : kMost;
+    constexpr int kAsked = S::kTokens > 128 ? 2 * kAtOnce : kAtOnce;
+    const LanePlace<S> own(p, nTile, firstToken, lane);
+    const bool aligned = own.aligned(), plain = p.activation == kNoActivation || p.activation == kRelu;
+    const bool adds = p.residual && plain && aligned;
+    const RowTerms<kDtype> terms(p, nTile, lane);
+    uint4 kept[kAsked] = {};
+    const auto ask = [&](int first, int end) {
+#pragma unroll
+        for (int step = first; step < end && step < kSteps; ++step) {
+            if (adds && own.writes(step)) kept[step % kAsked] = *reinterpret_cast<const uint4*>(p.residual + own.at(step));
+        }
+    };
+    ask(0, kAsked - kAtOnce);
+    const int tokens = p.M - firstToken;
+#pragma unroll
+    for (int first = 0; first < kSteps; first += kAtOnce) {
+        if (LanePlace<S>::kStepTokens * first >= tokens) break;
+        ask(first + kAsked - kAtOnce, first + kAsked);
+        uint32 word[kAtOnce][4];
+        packSums<kDtype>(acc + 8 * first, terms, own.place, word);
+        if (p.activation == kRelu) {
+#pragma unroll
+            for (int i = 0; i < 4 * kAtOnce; ++i) word[i / 4][i % 4] = largestPairs<kDtype, false>(word[i / 4][i % 4], 0);
+        }
+        if (adds) {
+#pragma unroll
+            for (int s = 0; s < kAtOnce; ++s) {
+                const uint4& more = kept[(first + s) % kAsked];
+                const uint32 addend[4] = {more.x, more.y, more.z, more.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i) word[s][i] = addPairs<kDtype>(addend[i], word[s][i]);
+            }
+        }
+        if (aligned) {
+#pragma unroll
+            for (int s = 0; s < kAtOnce; ++s) {
+                const int step = first + s;
+                store16If(own.writes(step), p.y + own.at(step), word[s][0], word[s][1], word[s][2], word[s][3]);
+            }
+        } else {
+#pragma unroll
+            for (int s = 0; s < kAtOnce; ++s) {
+                if (own.writes(first + s)) storeColumns(p.y + own.at(first + s), word[s], own.columns);
+            }
         }
     }
+    if (!plain || (p.residual && !aligned)) finishTile<S>(p, own, aligned);
 }

@@ -67,3 +67,18 @@ __device__ __forceinline__ float laneSum(float value) {
     for (int mask = kFirst; mask < kEnd; mask *= 2) value += __shfl_xor_sync(kFullWarp, value, mask);
     return value;
 }
+
+// Word i of lane t of each four neighbouring lanes for word t of lane i. t: lane % 4.
+__device__ __forceinline__ void exchangeInQuad(uint32 (&word)[4], int t) {
+#pragma unroll
+    for (int bit = 1; bit <= 2; bit *= 2) {
+        const bool upper = t & bit;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            uint32 &low = word[bit == 1 ? 2 * i : i], &high = word[bit == 1 ? 2 * i + 1 : i + 2];
+            const uint32 got = __shfl_xor_sync(kFullWarp, upper ? low : high, bit);
+            if (upper) low = got;
+            else high = got;
+        }
+    }
+}

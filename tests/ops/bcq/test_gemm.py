@@ -20,7 +20,7 @@ from quantkit.ops.bcq.instances import SEGMENTS, SOURCES, TILE_K
 from quantkit.ops.bcq.layout import BcqTiles
 from quantkit.ops.bcq.order import GRID_PLANES, Order
 from quantkit.ops.bcq.product import Product
-from quantkit.ops.epilogue import Epilogue, apply_epilogue
+from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
 from tests.ops.bcq.cases import GEMM_MMA, ODD_GRIDS, ODD_WEIGHTS, random_weight
 from tests.ops.bcq.test_op import RTOL, TYPE_IDS, TYPES, reference, relative_error
 
@@ -113,8 +113,10 @@ def _gpu(row: Architecture | None) -> Gpu:
     return own if row is None else Gpu(row, own.processors)
 
 
-def _multiply(x: Tensor, weight: BcqTiles, bias: Tensor | None, gpu: Gpu, layout: GemmLayout) -> Tensor:
-    product = Product.of(x, weight, bias)
+def _multiply(
+    x: Tensor, weight: BcqTiles, bias: Tensor | None, gpu: Gpu, layout: GemmLayout, epilogue: Epilogue = NO_EPILOGUE
+) -> Tensor:
+    product = Product.of(x, weight, bias, epilogue=epilogue)
     product.y.fill_(float("nan"))
     for launch in gemm_launches(product, gpu, layout):
         launch.run()
@@ -307,11 +309,32 @@ def test_graphs_run_beside_each_other_and_beside_other_launches(order: Order) ->
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("row", GPUS.values(), ids=GPUS)
+@pytest.mark.parametrize("n", [330, 336], ids=["rows of y that are no vectors", "vectors"])
+def test_every_layout_has_the_epilogue_to_the_bit(n: int, row: Architecture | None) -> None:
+    gpu, weight = _gpu(row), random_weight(4, n, 512, 128, offset=True, equal_steps=True)
+    for number, tokens in enumerate((3, 20, 70, 130, 300)):
+        dtype, order = TYPES[number % 2], tuple(Order)[number % len(Order)]
+        x, bias = torch.randn(tokens, 512, device=CUDA).to(dtype), torch.randn(n, device=CUDA).to(dtype)
+        memory, tiles = torch.randn(tokens * n + 1, device=CUDA).to(dtype), weight.to(CUDA).tiled(order)
+        residuals = memory[:-1].view(tokens, n), memory[1:].view(tokens, n)  # the second begins at no vector
+        for layout in _layouts(tiles, tokens, gpu):
+            plain = _multiply(x, tiles, bias, gpu, layout)
+            for activation, residual in combinations(("relu", None), (None, *residuals)):
+                epilogue = Epilogue(activation, residual)
+                y = _multiply(x, tiles, bias, gpu, layout, epilogue)
+                assert torch.equal(y, apply_epilogue(plain, epilogue)), f"{tokens=} {dtype=} {order=} {layout}"
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("n", [330, 336], ids=["rows of y that are no vectors", "vectors"])
+@pytest.mark.parametrize("tokens", [20, 130])
 @pytest.mark.parametrize("activation", [None, "gelu", "silu"])
-def test_the_epilogue_rounds_as_kernels_behind_the_product_do(activation: str | None) -> None:
-    weight = random_weight(4, 330, 1024, 128, offset=True).to(CUDA).tiled(Order.CODES)
-    x, residual = torch.randn(20, 1024, device=CUDA).half(), torch.randn(20, 330, device=CUDA).half()
-    bias = torch.randn(330, device=CUDA).half()
+def test_the_epilogue_rounds_as_kernels_behind_the_product_do(activation: str | None, tokens: int, n: int) -> None:
+    weight = random_weight(4, n, 1024, 128, offset=True).to(CUDA).tiled(Order.CODES)
+    x, residual = torch.randn(tokens, 1024, device=CUDA).half(), torch.randn(tokens, n, device=CUDA).half()
+    bias = torch.randn(n, device=CUDA).half()
     epilogue = Epilogue(activation, residual)
     plain = gemm(Product.of(x, weight, bias))
     y = gemm(Product.of(x, weight, bias, epilogue=epilogue))
