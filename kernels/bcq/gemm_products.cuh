@@ -21,14 +21,18 @@ struct WarpgroupProducts {
     static constexpr int kCopyArrivals = 1;
 
     // A stage of x is one bulk copy, or one of its tensor map for every panel: boxes of kTokens rows and kPanelK columns,
-    // 128-byte swizzle, zeros behind the rows and columns of x. Partners copy half of the rows each.
+    // 128-byte swizzle, zeros behind the rows and columns of x. Partners copy half of the bytes or rows each.
     struct Copies {
         uint32 stages;
         __device__ __forceinline__ explicit Copies(uint32 first) : stages(first) {}
         template <int kBytes>
         __device__ __forceinline__ void stage(const uint4* from, uint32 barrier, int stage, int) const {
+            constexpr int kOwn = kBytes / kPartners;
+            const int own = partner<kPartners>() * kOwn;
+            const uint32 to = stages + stage * kBytes + own;
             barrierExpect(barrier, kBytes);
-            copyBulk(stages + stage * kBytes, from, kBytes, barrier);
+            if constexpr (kPartners > 1) copyBulkToPair(to, from + own / kVectorBytes, kOwn, barrier);
+            else copyBulk(to, from, kOwn, barrier);
         }
         __device__ __forceinline__ void prepare(const uint4* map) const { prefetchTensorMap(map); }
         template <int kPanels>

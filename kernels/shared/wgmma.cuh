@@ -109,6 +109,15 @@ __device__ __forceinline__ void copyBulk(uint32 shared, const void* global, uint
     copyBulk(shared, global, bytes, sharedAddress(barrier));
 }
 
+// The same to the same address in both blocks of a cluster, whose own barriers at this address count the bytes.
+__device__ __forceinline__ void copyBulkToPair(uint32 shared, const void* global, uint32 bytes, uint32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared),
+        "l"(global), "r"(bytes), "r"(barrier), "h"(uint16(3))
+        : "memory");
+}
+
 // How a tensor in global memory is copied by boxes: made by the driver (quantkit/cuda/tensor_map.py), opaque. Kernels take
 // it as a const __grid_constant__ parameter.
 struct alignas(64) TensorMap {

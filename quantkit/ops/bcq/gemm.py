@@ -176,7 +176,7 @@ def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
         known = tuple(numbers for numbers in known if numbers not in spilling)
         if it.order == Order.GRID and not it.fine:
             known = NUMBER_SHAPES + tuple(numbers for numbers in known if numbers[0] > GEMM_NUMBER_TOKENS)
-    paired = PAIRED_SHAPES if warpgroups and it.order.for_batches else ()
+    paired = PAIRED_SHAPES if warpgroups else ()
     return (GemmShape(*numbers, warpgroups, 2 if numbers in paired else 1) for numbers in known)
 
 

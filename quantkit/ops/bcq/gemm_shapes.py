@@ -32,7 +32,7 @@ NUMBER_SHAPES = (  # in the place of those of as many tokens where numbers are m
 )
 WIDE_SHAPES = ((128, 4, 1, 2),)  # of warpgroups, for few planes in the orders for batches
 NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
-PAIRED_SHAPES = ((256, 2, 1, 3),)  # whose blocks copy x for each other where boxes do; smaller tiles gain nothing
+PAIRED_SHAPES = ((256, 2, 1, 3),)  # whose blocks copy x for each other; smaller tiles gain nothing
 WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
 
 

@@ -187,13 +187,13 @@ def test_planned_layout_on_odd_shapes(
 @pytest.mark.cuda
 @pytest.mark.sanitize
 @pytest.mark.parametrize("tokens", [70, 300])
-@pytest.mark.parametrize("order", [Order.CODES, Order.GRID])
+@pytest.mark.parametrize("order", Order)
 def test_partners_on_odd_shapes(order: Order, tokens: int) -> None:
     gpu, weight = _gpu(None), random_weight(4, 330, 777, 128, offset=True, equal_steps=order == Order.GRID)
     x, tiles = torch.randn(tokens, 777, device=CUDA).half(), weight.to(CUDA).tiled(order)
     pairs = [layout for layout in _layouts(tiles, tokens, gpu) if layout.shape.partners > 1]
     if not pairs:
-        pytest.skip("this GPU has no copies by boxes")
+        pytest.skip("this GPU has no blocks that copy for each other")
     for layout in pairs:
         y = _multiply(x, tiles, None, gpu, layout)
         assert relative_error(y, reference(weight, x, None)) < RTOL[torch.float16]
@@ -261,14 +261,15 @@ def test_thousands_of_tokens_through_the_op(order: Order) -> None:
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("order", [Order.PLANES, Order.CODES])
 @pytest.mark.parametrize(("tokens", "partners"), [(5, 1), (70, 1), (70, 2)])
-def test_a_graph_replays_what_blocks_add_up_for_each_other(tokens: int, partners: int) -> None:
+def test_a_graph_replays_what_blocks_add_up_for_each_other(tokens: int, partners: int, order: Order) -> None:
     """The counts by which blocks wait for each other begin at zero in every replay."""
     weight = random_weight(4, 1040, 2560, 128, offset=True)
-    tiles, gpu = weight.to(CUDA).tiled(Order.CODES), _gpu(None)
+    tiles, gpu = weight.to(CUDA).tiled(order), _gpu(None)
     shared = [it for it in _layouts(tiles, tokens, gpu) if it.shared_items and it.shape.partners == partners]
     if not shared:
-        pytest.skip("this GPU has no copies by boxes")
+        pytest.skip("this GPU has no blocks that copy for each other")
     layout, x = shared[0], torch.randn(tokens, 2560, device=CUDA).half()
     expected = _multiply(x, tiles, None, gpu, layout)
     graph, product = torch.cuda.CUDAGraph(), Product.of(x, tiles, None)
