@@ -31,7 +31,7 @@ SPEED_LINES = {  # what was measured: its name and colour here
     "rtn-w4-g128 batch": ("rtn, gptq, 4 bits, order for batches", "#31a354"),
     "nuqmm-q2-g128": ("2 bits, order for latency", "#9e9ac8"),
 }
-BITS_FILE, BITS_SHAPE, BITS_ROWS = "bcq-rows-stages-h100.json", "4096x14336", (16, 64, 128)
+BITS_FILE, BITS_SHAPE, BITS_ROWS = "bcq-rows-epilogue-h100.json", "4096x14336", (16, 64, 128)
 BITS_LINES = {  # names of what was measured by bits per weight: a name and colour here
     "bcq, any steps": ({2: "nuqmm-q2-g128 batch", 3: "bcq-w3-g128 batch", 4: "bcq-w4-g128 batch"}, "#3182bd"),
     "rtn, gptq, equal steps": ({4: "rtn-w4-g128 batch"}, "#31a354"),
