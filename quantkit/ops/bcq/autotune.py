@@ -134,7 +134,7 @@ def _least_int8_tokens(native: bool, group_size: int, in_features: int) -> int:
 
 def _unmeasured(tokens: int, weight_bits: int, in_features: int, group_size: int, usable: tuple[Kernel, ...]) -> Kernel:
     binary = Kernel.BCQ_BINARY_GEMV in usable
-    pairs = Kernel.BCQ_LEVEL_GEMV in usable and Kernel.BCQ_GEMM_WGMMA in usable
+    pairs = Kernel.BCQ_GEMM_WGMMA in usable
     always = pairs and weight_bits <= _FUSED_BITS and not _narrow(group_size, in_features)
     fused = [kernel for kernel in FUSED if kernel in usable and (always or tokens <= _MANY_TOKENS)]
     if tokens <= _FEW_TOKENS and Kernel.BCQ_LEVEL_GEMV in usable:
