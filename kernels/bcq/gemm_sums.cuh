@@ -60,8 +60,8 @@ template <class S>
 struct LanePlace {
     static constexpr int kStepTokens = 16;
     const GemmProblem& p;
-    int token, columns, place, pitch;  // of the first step; of y from the lane's first on; its place among four lanes; of y
-    size_t first;
+    int token, columns, place, pitch;  // of the first step; from the lane's first one on; among four lanes; of a row of y
+    size_t first;                      // element of y
 
     __device__ __forceinline__ LanePlace(const GemmProblem& p, int nTile, int firstToken, int lane) : p(p), pitch(p.N) {
         asm volatile("" : "+r"(lane), "+r"(pitch));  // else what follows from them is kept while the next item is multiplied
