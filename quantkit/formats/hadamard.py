@@ -10,6 +10,8 @@ registers, where QuaRot takes all of K; and signs, without which the mean of a b
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,17 @@ def block_width(columns: int) -> int:
 def rotate(x: Tensor) -> Tensor:
     """x Q for x [..., K], fp32: additions in a fixed order and one multiplication, as kernels do it bit for bit."""
     return _blocks(x.float() * _signs(x))
+
+
+def rotate_by_product(x: Tensor) -> Tensor:
+    """``rotate`` up to rounding, by a product with a block: with a gradient a fifth to a half of the time on a CPU."""
+    blocks = (x.float() * _signs(x)).unflatten(-1, (-1, block_width(x.shape[-1])))
+    return (blocks @ _block(blocks.shape[-1], x.device)).flatten(-2)
+
+
+@cache
+def _block(width: int, device: torch.device) -> Tensor:
+    return _blocks(torch.eye(width, device=device))
 
 
 def unrotate(x: Tensor) -> Tensor:

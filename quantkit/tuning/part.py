@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.formats.base import PackedWeight
-from quantkit.formats.hadamard import rotate
+from quantkit.formats.hadamard import rotate_by_product
 from quantkit.nn.quantized_linear import QuantizedLinear
 
 
@@ -40,7 +40,7 @@ class TunedPart(nn.Module, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] of x [..., K], both in fp32."""
-        inputs = rotate(x) if self.spec.rotate_inputs else x
+        inputs = rotate_by_product(x) if self.spec.rotate_inputs else x
         weight = self.dequantize() if self.held is None else self.held
         return nn.functional.linear(inputs, weight, self.bias)
 

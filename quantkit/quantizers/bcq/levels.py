@@ -10,6 +10,8 @@ from torch import Tensor
 
 from quantkit.formats.planes import code_signs
 
+_AT_ONCE = 1 << 17  # values whose ranks a core's cache holds
+
 
 @dataclass(frozen=True)
 class Coding:
@@ -34,9 +36,9 @@ class Coding:
         if values.shape[1] == 1:  # compensation, column after column: two operations instead of six per bit
             return Nearest((values > middles).sum(dim=-1, keepdim=True), order, levels)
         rank = torch.zeros(values.shape, dtype=torch.int64, device=values.device)
-        # Halving the sorted levels: q gathers, a third of the time of torch.searchsorted on rows this short.
-        for bit in reversed(range(self.scales.shape[0])):
-            rank += (values > middles.gather(-1, rank + (2**bit - 1))).to(torch.int64) << bit
+        rows = max(1, len(values) if values.is_cuda else _AT_ONCE // values.shape[1])
+        for part in zip(values.split(rows), middles.split(rows), rank.split(rows), strict=True):
+            _add_ranks(*part)
         return Nearest(rank, order, levels)
 
     def encode(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,6 +54,18 @@ class Coding:
     def select(self, groups: Tensor) -> Coding:
         """The coding of some of the groups."""
         return Coding(self.scales[:, groups], self.offset[groups])
+
+
+def _add_ranks(values: Tensor, middles: Tensor, rank: Tensor) -> None:
+    """Add to zeros [G, g] how many of a group's rising middles [G, 2**q - 1] are less than each of values [G, g].
+
+    By halving: a comparison and q - 1 gathers, a third of the time of torch.searchsorted on rows this short.
+    """
+    half = middles.shape[1] // 2
+    rank.add_(values > middles[:, half : half + 1], alpha=half + 1)
+    while half:
+        half //= 2
+        rank.add_(values > middles[:, half:].gather(-1, rank), alpha=half + 1)
 
 
 @dataclass(frozen=True)

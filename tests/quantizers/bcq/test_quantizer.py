@@ -18,6 +18,7 @@ from quantkit.quantizers.rounding import fit_uniform
 from quantkit.stats import LayerStats
 
 FP32_RTOL = 1e-4  # a 5 x 5 solve in fp32
+MIDDLE_ATOL = 1e-5  # of values near 4: the middle between two levels is rounded, as are both distances
 # Bounds for Gaussian weights in groups of 128, with offset. The published solver, which starts from the greedy
 # solution alone, gives 0.0108 at 4 bits, clipped round-to-nearest 0.0090.
 GAUSSIAN_BOUNDS = {2: 0.1141, 3: 0.0325, 4: 0.0085}
@@ -83,6 +84,18 @@ def test_nearest_agrees_with_trying_every_level() -> None:
     found = coding.nearest(values)
     assert torch.equal(found.codes(), best.indices[None])
     assert torch.equal(found.levels(), levels[0][best.indices][None])
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_the_nearest_of_any_number_of_levels_is_found_part_after_part(
+    bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.quantizers.bcq.levels._AT_ONCE", 3 * 40)  # three groups, the last part has one
+    coding, values = Coding(torch.rand(bits, 7) + 0.1, torch.randn(7)), torch.randn(7, 40) * 2
+    distances = (values[..., None] - coding.levels()[:, None]).abs()
+    found = coding.nearest(values)
+    excess = distances.gather(-1, found.codes()[..., None])[..., 0] - distances.amin(dim=-1)
+    assert excess.max() < MIDDLE_ATOL
 
 
 def test_levels_enumerate_the_sign_patterns() -> None:
