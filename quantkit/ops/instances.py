@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from quantkit.cuda.architectures import Architecture
 from quantkit.cuda.compile import CompileUnit
 from quantkit.ops.attention.instances import attention_units
+from quantkit.ops.bcq.arranged import arranged_units
 from quantkit.ops.bcq.experts import experts_units
 from quantkit.ops.bcq.gemm import gemm_units
 from quantkit.ops.bcq.instances import bcq_units
@@ -23,6 +24,7 @@ from quantkit.ops.trellis.instances import trellis_units
 def _bcq_units(row: Architecture) -> Iterator[CompileUnit]:
     yield from bcq_units(row)
     yield from gemm_units(row)
+    yield from arranged_units(row)
     yield from level_units(row)
     yield from experts_units(row)
 

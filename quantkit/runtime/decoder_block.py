@@ -7,7 +7,8 @@ function rounded where it was before, in one kernel each:
   norm -> gate, source -> activation -> target + residual
 
 The additions are left to the products before them where those have a kernel with an epilogue, as is an activation
-without a gate; elsewhere the first addition is left to the norm behind it. What has no kernel runs by torch.
+without a gate; elsewhere the first addition is left to the norm behind it. Norms and gated activations write the order
+in which the product behind them reads, where it has one of its own. What has no kernel runs by torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from quantkit.models.families import decoder_blocks, known_family, linear_shape
 from quantkit.models.family import Attention, ResidualBlock
 from quantkit.ops.activations import activation_name
+from quantkit.ops.bcq.arranged import RowOrder, Rows, arranged_gated
 from quantkit.ops.decode.layout import can_gate
 from quantkit.ops.decode.op import gated
 from quantkit.ops.epilogue import Epilogue
@@ -81,19 +83,25 @@ class FusedBlock:
         and the mask by their places, the others by name.
         """
         rotary, output, target = position_embeddings if self.rotary else None, self.output, self.target
-        y = self.attention(self.norms[0](hidden_states), past_key_values, attention_mask, rotary)
+        normal = self.norms[0].in_order(hidden_states, self.attention.products.row_order(hidden_states))
+        y = self.attention(normal, past_key_values, attention_mask, rotary)
         if output.product is not None:
             hidden_states = output.product(y, Epilogue(residual=hidden_states))
-            normal = self.norms[1](hidden_states)
+            normal = self.norms[1].in_order(hidden_states, self._input_order(hidden_states))
         else:
             hidden_states, normal = self.norms[1].after_adding(hidden_states, output.linear(y))
-        between = self._between(normal)
+        between = self._between(normal, hidden_states)
         if target.product is not None:
             return target.product(between, Epilogue(residual=hidden_states))
         result: Tensor = hidden_states + target.linear(between)
         return result
 
-    def _between(self, x: Tensor) -> Tensor:
+    def _input_order(self, like: Tensor) -> RowOrder | None:
+        if self.activated is not None:
+            return self.activated.row_order(like, Epilogue(self.activation))
+        return self.inputs.row_order(like)
+
+    def _between(self, x: Rows, residual: Tensor) -> Rows:
         if self.activated is not None:
             return self.activated(x, Epilogue(self.activation))
         *gates, y = self.inputs(x)
@@ -101,10 +109,17 @@ class FusedBlock:
         if not gates:
             result = self.function(y)
         elif self.activation is not None and can_gate(gates[0], y):
-            result = gated(gates[0], y, self.activation)
+            return self._gated(gates[0], y, self.activation, residual)
         else:
             result = self.function(gates[0]) * y
         return result
+
+    def _gated(self, gate: Tensor, up: Tensor, activation: str, residual: Tensor) -> Rows:
+        target = self.target.product
+        order = None if target is None else target.row_order(gate, Epilogue(residual=residual))
+        if order is None:
+            return gated(gate, up, activation)
+        return arranged_gated(gate, up, activation, order)
 
 
 def fused_blocks(model: nn.Module) -> list[FusedBlock]:

@@ -16,16 +16,39 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import BcqSpec
 from quantkit.nn.bcq_linear import prepared_weight
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import LINEARS
+from quantkit.ops.bcq.arranged import ArrangedRows, RowOrder, Rows
 from quantkit.ops.bcq.autotune import ensure_measured
 from quantkit.ops.bcq.instances import TILE_N
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue
 
 Product = Callable[[Tensor], Tensor]
-EpilogueProduct = Callable[[Tensor, Epilogue], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class EpilogueProduct:
+    """A product with what follows it: of x [..., K] as it is, or in ``row_order`` of what is like it.
+
+    multiply, order: epilogue_forward and row_order of a row of LINEARS, but for x and the epilogue.
+    """
+
+    multiply: Callable[[Rows, Epilogue], Tensor]
+    order: Callable[[Tensor, Epilogue], RowOrder | None]
+
+    def __call__(self, x: Rows, epilogue: Epilogue = NO_EPILOGUE) -> Tensor:
+        """The epilogue of y [..., N]."""
+        return self.multiply(x, epilogue)
+
+    def row_order(self, like: Tensor, epilogue: Epilogue = NO_EPILOGUE) -> RowOrder | None:
+        """The order in which the kernel that writes x [..., K] spares this product a launch; None where none does.
+
+        like: of x's shape, type and device.
+        """
+        return self.order(like, epilogue)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +56,22 @@ class MergedLinears:
     """Linears of one input, and their common product where they have one."""
 
     modules: tuple[Any, ...]
-    product: Product | None
+    product: Product | EpilogueProduct | None
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The output [..., N] of each Linear for x [..., K]."""
-        if self.product is None:
-            return tuple(module(x) for module in self.modules)
-        return self.product(x).split([module.out_features for module in self.modules], dim=-1)
+    def __call__(self, x: Rows) -> tuple[Tensor, ...]:
+        """The output [..., N] of each Linear for x [..., K], as it is or in ``row_order``."""
+        if isinstance(self.product, EpilogueProduct):
+            y = self.product(x)
+        else:
+            assert not isinstance(x, ArrangedRows)  # these have no row_order
+            if self.product is None:
+                return tuple(module(x) for module in self.modules)
+            y = self.product(x)
+        return y.split([module.out_features for module in self.modules], dim=-1)
+
+    def row_order(self, like: Tensor) -> RowOrder | None:
+        """That of the common product, see EpilogueProduct."""
+        return self.product.row_order(like) if isinstance(self.product, EpilogueProduct) else None
 
 
 def merge_linears(modules: Sequence[nn.Module]) -> MergedLinears:
@@ -52,7 +84,7 @@ def merge_linears(modules: Sequence[nn.Module]) -> MergedLinears:
     return MergedLinears(tuple(modules), _common_product(modules) if len(modules) > 1 else None)
 
 
-def _common_product(modules: Sequence[Any]) -> Product | None:
+def _common_product(modules: Sequence[Any]) -> Product | EpilogueProduct | None:
     if all(type(module) is nn.Linear for module in modules) and _alike(modules):
         return partial(linear, weight=_whole(modules, "weight"), bias=joined_bias(modules))
     return _tiled_product(modules) if are_tiled_alike(modules) else None
@@ -73,26 +105,35 @@ def _is_tiled(module: Any) -> bool:
     return packed and module.prepared and module.out_features % TILE_N == 0
 
 
-def _tiled_product(modules: Sequence[QuantizedLinear]) -> Product:
+def _tiled_product(modules: Sequence[QuantizedLinear]) -> EpilogueProduct:
     first, shape = modules[0], (sum(module.out_features for module in modules), modules[0].in_features)
     tensors = joined_tensors(modules)
     weight = prepared_weight(first.spec, tensors, shape)
     if weight.tiles.is_cuda:
         ensure_measured(weight)
-    forward, bias = LINEARS[first.format_name].epilogue_forward, joined_bias(modules)
-    assert forward is not None
-    return lambda x: forward(first.spec, tensors, shape, x, bias, NO_EPILOGUE)
+    product = _epilogue_product(first, tensors, shape, joined_bias(modules))
+    assert product is not None
+    return product
 
 
 def product_with_epilogue(module: nn.Module) -> EpilogueProduct | None:
     """The product of a Linear's tensors as they are now with what follows it, or None where no kernel has both."""
     if not isinstance(module, QuantizedLinear) or not module.prepared:
         return None
-    forward, spec, held = LINEARS[module.format_name].epilogue_forward, module.spec, module.held
-    if forward is None:
+    return _epilogue_product(module, module.held, module.shape, module.bias)
+
+
+def _epilogue_product(
+    module: QuantizedLinear, held: Tensors, shape: Shape, bias: Tensor | None
+) -> EpilogueProduct | None:
+    row, spec = LINEARS[module.format_name], module.spec
+    forward, order = row.epilogue_forward, row.row_order
+    if forward is None or order is None:
         return None
-    shape, bias = module.shape, module.bias
-    return lambda x, epilogue: forward(spec, held, shape, x, bias, epilogue)
+    return EpilogueProduct(
+        lambda x, epilogue: forward(spec, held, shape, x, bias, epilogue),
+        lambda like, epilogue: order(spec, held, shape, like, bias, epilogue),
+    )
 
 
 def joined_tensors(modules: Sequence[QuantizedLinear]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from quantkit.models.families import norm_kind
+from quantkit.ops.bcq.arranged import RowOrder, Rows, arranged_norm
 from quantkit.ops.decode.layout import can_norm
 from quantkit.ops.decode.op import add_norm, norm
 
@@ -27,6 +28,12 @@ class FastNorm:
         if not self._takes(x):
             return self.original(x)
         return norm(x, self.weight, self.bias, self.epsilon, centered=self.centered)
+
+    def in_order(self, x: Tensor, order: RowOrder | None) -> Rows:
+        """The same in the order in which a product reads it, where there is one and the kernels take x."""
+        if order is None or not self._takes(x):
+            return self(x)
+        return arranged_norm(x, (self.weight, self.bias), self.epsilon, order, centered=self.centered)
 
     def after_adding(self, residual: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """residual + y, both [..., K], and the norm of it."""

@@ -19,6 +19,7 @@ from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.runtime import decoder_block
 from quantkit.runtime.decoder_block import fused_blocks
 from quantkit.runtime.generation import Runner, Session, fused_runner, next_logits, start
+from quantkit.runtime.merged_linears import EpilogueProduct
 from tests.runtime.test_merged_linears import packed
 from tests.tiny import CONFIGS
 
@@ -274,6 +275,27 @@ def test_a_packed_block_has_no_kernels_of_torch_between_its_products(
     next_logits(session)
     assert seen.names
     assert not seen.names & set(BETWEEN)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("family", FULL)
+def test_rows_written_in_a_product_s_order_change_no_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(FULL[family])
+    packed_by(model, "bcq-w4-g128")
+    model.half().cuda()
+    ids, orders = torch.randint(5, 50, (5, 40), device="cuda"), list[object]()
+    with monkeypatch.context() as patch:
+        patch.setattr(EpilogueProduct, "row_order", lambda *_: None)
+        expected = next_logits(start(model, ids, 64))
+    asked = EpilogueProduct.row_order
+
+    def noted(*given: Any) -> object:
+        orders.append(asked(*given))
+        return orders[-1]
+
+    monkeypatch.setattr(EpilogueProduct, "row_order", noted)
+    assert torch.equal(next_logits(start(model, ids, 64)), expected)
+    assert any(order is not None for order in orders)
 
 
 def test_a_norm_of_a_class_that_computes_something_else_is_left_alone() -> None:

@@ -15,8 +15,10 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quantkit.nn import bcq_linear
 from quantkit.ops.activations import ACTIVATIONS
+from quantkit.ops.bcq.arranged import ArrangedRows, RowOrder
+from quantkit.ops.bcq.op import bcq_linear_with_epilogue
 from quantkit.ops.decode.launch import Token
-from quantkit.ops.epilogue import NO_EPILOGUE
+from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue
 from quantkit.runtime import decoder_block, fused_attention, norms
 from quantkit.runtime.generation import Runner, fused_runner, next_logits, start
 from tests.runtime.test_decoder_block import COVERED, model_of
@@ -94,9 +96,34 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation].apply(gate) * up
 
 
+def in_order(x: Tensor, order: RowOrder) -> ArrangedRows:
+    """x behind the place where its elements are not read, which holds none that are numbers."""
+    return ArrangedRows(torch.full_like(x, torch.nan), order, x)
+
+
+def arranged_norm(x: Tensor, parameters: Any, epsilon: float, order: RowOrder, *, centered: bool) -> ArrangedRows:
+    return in_order(norm(x, *parameters, epsilon, centered=centered), order)
+
+
+def arranged_gated(gate: Tensor, up: Tensor, activation: str, order: RowOrder) -> ArrangedRows:
+    return in_order(gated(gate, up, activation), order)
+
+
+def arranged_product(op: Any, rows: ArrangedRows, epilogue: Epilogue) -> Tensor:
+    assert rows.order == order_of_prompts(op, epilogue)
+    assert op.x is rows.like
+    return bcq_linear_with_epilogue(op._replace(x=rows.memory), epilogue)
+
+
+def order_of_prompts(op: Any, _epilogue: Epilogue) -> RowOrder | None:
+    """Of several tokens, one that hangs on the product."""
+    return RowOrder(3, op.x.shape[1], op.x.nbytes + op.out_features) if op.x.shape[1] > 1 else None
+
+
 @contextmanager
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
-    """Inside, blocks think that they are on a GPU; yields what each of them launches."""
+def stand_ins(monkeypatch: pytest.MonkeyPatch, *, ordered: bool = False) -> Iterator[list[list[str]]]:
+    """Inside, blocks think that they are on a GPU; yields what each of them launches. ordered: whether the products of
+    prompts read rows in an order of their own."""
     launches, seen = Launches(), list[list[str]]()
     run = decoder_block.FusedBlock.forward
 
@@ -129,10 +156,17 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
             "bcq_linear_with_epilogue",
             lambda op, epilogue: products[PACKED if epilogue is NO_EPILOGUE else EPILOGUE](op, epilogue),
         )
+        if ordered:
+            of_rows = launches.named(IN_ORDER, arranged_product)
+            patch.setattr(bcq_linear, "bcq_row_order", order_of_prompts)
+            patch.setattr(bcq_linear, "arranged_product", of_rows)
+            patch.setattr(norms, "arranged_norm", launches.named("norm in order", arranged_norm))
+            patch.setattr(decoder_block, "arranged_gated", launches.named("gated in order", arranged_gated))
         yield seen
 
 
 PACKED, PLAIN, BIASED, EPILOGUE = "product", "mm", "addmm", "product with epilogue"
+IN_ORDER = "product of rows in order"
 GATED_BLOCK = ["norm", PACKED, "attention", EPILOGUE, "norm", PACKED, "gated", EPILOGUE]
 SEQUENCES = {
     ("mistral", "bcq-w3-g32"): GATED_BLOCK,
@@ -166,3 +200,25 @@ def test_a_block_launches_these_kernels_and_no_others(
     for own, other in zip(fast.cache.layers, plain.cache.layers, strict=True):
         torch.testing.assert_close(own.keys, other.keys, rtol=RTOL, atol=RTOL)
         torch.testing.assert_close(own.values, other.values, rtol=RTOL, atol=RTOL)
+
+
+GATED_PROMPT = ["norm in order", IN_ORDER, "place", "torch's attention", EPILOGUE, "norm in order", IN_ORDER]
+PROMPTS = {
+    "mistral": [*GATED_PROMPT, "gated in order", IN_ORDER],
+    "opt": [*GATED_PROMPT, EPILOGUE],
+}
+
+
+@pytest.mark.parametrize("family", PROMPTS)
+def test_the_kernels_of_prompts_write_the_order_of_the_products_behind_them(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(COVERED[family])
+    packed(model, "bcq-w3-g32")
+    ids = torch.randint(5, 50, (2, 9))
+    expected = next_logits(start(model, ids, 32, runner=Runner(model)))
+    with stand_ins(monkeypatch, ordered=True) as launched:
+        fast = start(model, ids, 32, runner=fused_runner(model))
+        torch.testing.assert_close(next_logits(fast), expected, rtol=RTOL, atol=RTOL)
+    assert launched[1] == PROMPTS[family]
+    assert launched[2:] == [SEQUENCES[family, "bcq-w3-g32"]] * 2

@@ -18,11 +18,14 @@ from quantkit.cuda.device import gpu_of
 from quantkit.cuda.driver import FixedLaunch
 from quantkit.cuda.launch import MOST_FIXED, Launch, queue_fixed
 from quantkit.cuda.tensor_map import TensorMap, encoded_map
+from quantkit.errors import KernelError
+from quantkit.ops.bcq.arranged import ArrangedRows, RowOrder
 from quantkit.ops.bcq.autotune import choose, forgotten_with_the_table
 from quantkit.ops.bcq.gemm import FUSED, VECTOR_VALUES
-from quantkit.ops.bcq.gemm_launch import gemm_launches, gemm_work
+from quantkit.ops.bcq.gemm_launch import gemm_launches, gemm_row_order, gemm_work
 from quantkit.ops.bcq.launch import tensor_core_launch
 from quantkit.ops.bcq.level_gemv import level_launch
+from quantkit.ops.bcq.order import Order
 from quantkit.ops.bcq.product import Product
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue
 
@@ -37,12 +40,14 @@ class BoundProduct:
     """A product of one weight and a number of tokens, but for x, y, a residual and the work memory.
 
     arrange: puts x in the order of the products, at the beginning of the work memory; None where they take x as it is.
+    order: that one, or None.
     box: rows and columns of the boxes in which the kernel copies x, None where it takes a pointer. work_bytes: of x in
     order and of what blocks share. partials: where sums begin in the work memory. counts: 0 where blocks share nothing.
     """
 
     launch: FixedLaunch
     arrange: FixedLaunch | None
+    order: RowOrder | None
     out_features: int
     box: tuple[int, int] | None
     work_bytes: int
@@ -51,24 +56,36 @@ class BoundProduct:
 
     def run(self, x: Tensor, tokens: int, epilogue: Epilogue) -> Tensor:
         """The epilogue of y [..., N] of a contiguous x [..., K] of so many tokens."""
-        y = x.new_empty(*x.shape[:-1], self.out_features)
-        address, encoded, words, work = x.data_ptr(), b"", [y.data_ptr()], 0
+        address, encoded, work = x.data_ptr(), b"", 0
         if self.work_bytes:
             memory = torch.empty(self.work_bytes, dtype=torch.uint8, device=x.device)
             work = memory.data_ptr()
         if self.arrange is not None:
             queue_fixed(self.arrange, x.device, (address, work))
             address = work
+        if self.box is not None:
+            encoded = encoded_map(address, tokens, x.shape[-1], *self.box)
+        return self._multiply(x, address, work, encoded, epilogue)
+
+    def run_arranged(self, rows: ArrangedRows, epilogue: Epilogue) -> Tensor:
+        """The same of rows in its order. Raises KernelError for another order."""
+        if rows.order != self.order:
+            raise KernelError(f"rows in the order {rows.order} cannot be multiplied by a product of {self.order}")
+        work = rows.memory.data_ptr()
+        return self._multiply(rows.like, work, work, b"", epilogue)
+
+    def _multiply(self, like: Tensor, address: int, work: int, encoded: bytes, epilogue: Epilogue) -> Tensor:
+        """y of x, which is at an address; like: of its shape, type and device."""
+        y = like.new_empty(*like.shape[:-1], self.out_features)
+        words = [y.data_ptr()]
         if self.box is None:
             words.append(address)
-        else:
-            encoded = encoded_map(address, tokens, x.shape[-1], *self.box)
         if self.counts:
-            words += (work + self.partials, zero_counts(self.counts, x.device).data_ptr())
+            words += (work + self.partials, zero_counts(self.counts, like.device).data_ptr())
         residual = epilogue.addend(y)
         if residual is not None:
             words.append(residual.data_ptr())
-        queue_fixed(self.launch, x.device, words, encoded)
+        queue_fixed(self.launch, like.device, words, encoded)
         return y
 
 
@@ -88,10 +105,41 @@ def bound_product(op: BcqLinearPrepared, epilogue: Epilogue = NO_EPILOGUE) -> Te
 
     Raises KernelError as the usual way does.
     """
+    x = op.x
+    found = _found(op, epilogue) if x.is_contiguous() else None
+    return None if found is None else found.run(x, x.numel() // x.shape[-1], epilogue)
+
+
+def row_order(op: BcqLinearPrepared, epilogue: Epilogue) -> RowOrder | None:
+    """The order in which the op's product reads x, for the kernel that writes x; None where it takes rows as they are.
+
+    Of op.x shape, type and device count.
+    """
+    if Order(op.order).for_batches:
+        return None
+    found = _found(op, epilogue)
+    return None if found is None else found.order
+
+
+def arranged_product(op: BcqLinearPrepared, rows: ArrangedRows, epilogue: Epilogue) -> Tensor:
+    """The epilogue of the op's result for rows in its ``row_order``; op.x is what they are like.
+
+    Raises KernelError for rows in another order.
+    """
+    found = _found(op, epilogue)
+    if found is None:
+        raise KernelError(
+            f"rows in the order {rows.order} cannot be multiplied by a product that reads them as they are"
+        )
+    return found.run_arranged(rows, epilogue)
+
+
+def _found(op: BcqLinearPrepared, epilogue: Epilogue) -> BoundProduct | None:
+    """The op's product, whatever the elements of x."""
     x, bias = op.x, op.bias
     columns = x.shape[-1]
     tokens = x.numel() // columns if columns else 0
-    if not tokens or columns % VECTOR_VALUES or x.data_ptr() % _VECTOR_BYTES or not x.is_contiguous():
+    if not tokens or columns % VECTOR_VALUES or x.data_ptr() % _VECTOR_BYTES:
         return None
     if bias is not None and bias.dtype != x.dtype:
         return None
@@ -102,8 +150,7 @@ def bound_product(op: BcqLinearPrepared, epilogue: Epilogue = NO_EPILOGUE) -> Te
         if len(_products) >= MOST_FIXED:
             forget_products()
         _products[key] = _bind(op, tokens, epilogue)
-    found = _products[key]
-    return None if found is None else found.run(x, tokens, epilogue)
+    return _products[key]
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -111,12 +158,15 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _bind(op: BcqLinearPrepared, tokens: int, epilogue: Epilogue) -> BoundProduct | None:
-    x, weight = op.x.view(tokens, -1), op.weight
+    like, weight = op.x, op.weight
+    x = (like if like.is_contiguous() else torch.empty(like.shape, dtype=like.dtype, device=like.device)).view(
+        tokens, -1
+    )
     sizes = weight.weight_bits, weight.out_features, weight.group_size, weight.scale_bits
     kernel, gpu = choose(x, *sizes, order=weight.order), gpu_of(x.device)
     product = Product.of(x, weight, op.bias, epilogue=epilogue, weights_ready=op.weights_ready)
     launches: tuple[Launch, ...] = ()
-    work_bytes = partials = counts = 0
+    order, work_bytes, partials, counts = None, 0, 0, 0
     if kernel == Kernel.BCQ_LEVEL_GEMV:
         launches = (level_launch(product, gpu),)
     elif kernel in (Kernel.BCQ_BINARY_GEMV, Kernel.BCQ_INT8_GEMV):
@@ -124,6 +174,7 @@ def _bind(op: BcqLinearPrepared, tokens: int, epilogue: Epilogue) -> BoundProduc
     elif kernel in FUSED:
         launches = gemm_launches(product, gpu)
         work_bytes, partials, counts = gemm_work(product, gpu)
+        order = gemm_row_order(product, gpu)
     if not launches:
         return None
     *before, multiply = launches
@@ -137,4 +188,4 @@ def _bind(op: BcqLinearPrepared, tokens: int, epilogue: Epilogue) -> BoundProduc
         *(("xMap",) if mapped else ()),
     )
     box = (mapped.box_rows, mapped.box_columns) if isinstance(mapped, TensorMap) else None
-    return BoundProduct(multiply.fixed(*names), arrange, weight.out_features, box, work_bytes, partials, counts)
+    return BoundProduct(multiply.fixed(*names), arrange, order, weight.out_features, box, work_bytes, partials, counts)

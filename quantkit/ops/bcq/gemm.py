@@ -287,6 +287,11 @@ def is_vectors(x: Tensor) -> bool:
     return x.shape[1] % VECTOR_VALUES == 0 and x.data_ptr() % _VECTOR_BYTES == 0
 
 
+def arrange_grid(tokens: int, in_features: int) -> tuple[int, int]:
+    """Blocks that put rows in order, of two panels and ARRANGE_TOKENS tokens each, up to the end of a k tile."""
+    return -(-in_features // TILE_K) * (TILE_K // (2 * PANEL_K)), -(-tokens // ARRANGE_TOKENS)
+
+
 def arrange_launch(
     unit: CompileUnit,
     x: Tensor,
@@ -301,7 +306,7 @@ def arrange_launch(
     return Launch(
         unit,
         x.device,
-        grid=(-(-x.shape[1] // TILE_K) * (TILE_K // (2 * PANEL_K)), -(-tokens // ARRANGE_TOKENS)),
+        grid=arrange_grid(tokens, x.shape[1]),
         block=ARRANGE_THREADS,
         args={
             "x": x,

@@ -25,7 +25,8 @@ FEW_HEADS, MANY_HEADS = AttentionBlock(1, ATTENTION_THREADS), AttentionBlock(1, 
 SHARING_BLOCKS = (AttentionBlock(4, 256), AttentionBlock(2, 256))
 ATTENTION_BLOCKS = (FEW_HEADS, MANY_HEADS, *SHARING_BLOCKS)
 
-_NORM_VECTORS = (1, 2, 4)  # 16-byte vectors of a token per thread
+NORM_VECTORS = (1, 2, 4)
+"""16-byte vectors of a token per thread of a norm."""
 _PASS_VALUES = NORM_THREADS * VECTOR_VALUES
 SPLIT_STEP = 64
 """Entries of a split of the cache are a multiple of this."""
@@ -48,8 +49,12 @@ _ATTENTION = KernelSource("decode/attention.cu", _CONSTANTS)
 
 def norm_unit(centered: bool, dtype: int, in_features: int) -> CompileUnit:
     """decodeNorm: LayerNorm (centered) or RMSNorm over up to MOST_NORM_VALUES; dtype: one of DTYPE_CODES_TAKEN."""
-    vectors = next(count for count in _NORM_VECTORS if in_features <= count * _PASS_VALUES)
-    return CompileUnit(_NORM, "decodeNorm", (centered, dtype, vectors))
+    return CompileUnit(_NORM, "decodeNorm", (centered, dtype, norm_vectors(in_features)))
+
+
+def norm_vectors(in_features: int) -> int:
+    """Of NORM_VECTORS the least that hold a token."""
+    return next(count for count in NORM_VECTORS if in_features <= count * _PASS_VALUES)
 
 
 def gated_unit(dtype: int) -> CompileUnit:
@@ -80,7 +85,7 @@ def combine_unit(head_dim: int, dtype: int) -> CompileUnit:
 def decode_units(_row: Architecture) -> Iterator[CompileUnit]:
     """Every decoding instance; the same on every GPU."""
     for dtype in DTYPE_CODES_TAKEN:
-        for vectors in _NORM_VECTORS:
+        for vectors in NORM_VECTORS:
             yield from (norm_unit(centered, dtype, vectors * _PASS_VALUES) for centered in (True, False))
         yield gated_unit(dtype)
         yield rotary_unit(dtype)
