@@ -9,17 +9,17 @@ from quantkit.cuda.device import gpu_of
 from quantkit.formats.base import Shape, Tensors
 from quantkit.formats.bcq import BcqSpec, BcqTensors
 from quantkit.nn.inputs import kernel_input
-from quantkit.ops.bcq.arranged import ArrangedRows, RowOrder, Rows
+from quantkit.ops.bcq.arranged import ArrangedInput, InputOrder, ProductInput
 from quantkit.ops.bcq.autotune import ensure_measured
 from quantkit.ops.bcq.bound import arranged_product
 from quantkit.ops.bcq.candidates import multiplies_batches
 from quantkit.ops.bcq.layout import BcqTiles, is_grid, tile, untile
 from quantkit.ops.bcq.op import (
     BcqLinearPrepared,
+    bcq_input_order,
     bcq_linear,
     bcq_linear_prepared,
     bcq_linear_with_epilogue,
-    bcq_row_order,
 )
 from quantkit.ops.bcq.order import Order
 from quantkit.ops.epilogue import Epilogue
@@ -81,21 +81,21 @@ def prepared_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, 
 
 
 def epilogue_forward(
-    spec: BcqSpec, prepared: Tensors, shape: Shape, x: Rows, bias: Tensor | None, epilogue: Epilogue
+    spec: BcqSpec, prepared: Tensors, shape: Shape, x: ProductInput, bias: Tensor | None, epilogue: Epilogue
 ) -> Tensor:
-    """The epilogue of ``prepared_forward``, in the same kernel. x: rows as they are, or in their ``row_order``."""
-    if isinstance(x, ArrangedRows):
+    """The epilogue of ``prepared_forward``, in the same kernel. x: rows as they are, or in their ``input_order``."""
+    if isinstance(x, ArrangedInput):
         return arranged_product(_operands(spec, prepared, shape, x.like, bias), x, epilogue)
     return bcq_linear_with_epilogue(_operands(spec, prepared, shape, x, bias), epilogue)
 
 
-def row_order(
+def input_order(
     spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None, epilogue: Epilogue
-) -> RowOrder | None:
+) -> InputOrder | None:
     """The order in which ``epilogue_forward`` also takes what is like x, or None."""
     if spec.rotate_inputs:
         return None
-    return bcq_row_order(_operands(spec, prepared, shape, x, bias), epilogue)
+    return bcq_input_order(_operands(spec, prepared, shape, x, bias), epilogue)
 
 
 def _operands(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor, bias: Tensor | None) -> BcqLinearPrepared:

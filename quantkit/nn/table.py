@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.formats.base import Shape, Tensors
 from quantkit.nn import bcq_linear, bipolar_linear, flatten_linear, trellis_linear
-from quantkit.ops.bcq.arranged import RowOrder, Rows
+from quantkit.ops.bcq.arranged import InputOrder, ProductInput
 from quantkit.ops.epilogue import Epilogue
 
 Layout = Literal["latency", "batch"]
@@ -35,7 +35,7 @@ class LinearRow:
     restore: the exact inverse of prepare, for saving.
     prepared_forward: (spec, prepared tensors, shape, x, bias) -> as forward.
     epilogue_forward: (spec, prepared tensors, shape, x, bias, epilogue) -> its epilogue; None where no kernel has one.
-    row_order: (the same) -> the order in which epilogue_forward also takes what is like x, or None. With that.
+    input_order: (the same) -> the order in which epilogue_forward also takes what is like x, or None. With that.
     """
 
     forward: Callable[[Any, Tensors, Tensor, Tensor | None], Tensor]
@@ -43,8 +43,8 @@ class LinearRow:
     prepare_batch: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
     restore: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
     prepared_forward: Callable[[Any, Tensors, Shape, Tensor, Tensor | None], Tensor] | None = None
-    epilogue_forward: Callable[[Any, Tensors, Shape, Rows, Tensor | None, Epilogue], Tensor] | None = None
-    row_order: Callable[[Any, Tensors, Shape, Tensor, Tensor | None, Epilogue], RowOrder | None] | None = None
+    epilogue_forward: Callable[[Any, Tensors, Shape, ProductInput, Tensor | None, Epilogue], Tensor] | None = None
+    input_order: Callable[[Any, Tensors, Shape, Tensor, Tensor | None, Epilogue], InputOrder | None] | None = None
 
     def preparation(self, layout: Layout) -> Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None:
         """``prepare``, or ``prepare_batch`` where that is asked for and there is one."""
@@ -59,7 +59,7 @@ LINEARS: dict[str, LinearRow] = {
         restore=bcq_linear.restore,
         prepared_forward=bcq_linear.prepared_forward,
         epilogue_forward=bcq_linear.epilogue_forward,
-        row_order=bcq_linear.row_order,
+        input_order=bcq_linear.input_order,
     ),
     "bipolar": LinearRow(
         forward=bipolar_linear.forward,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from quantkit.models.families import decoder_blocks, known_family, linear_shape
 from quantkit.models.family import Attention, ResidualBlock
 from quantkit.ops.activations import activation_name
-from quantkit.ops.bcq.arranged import RowOrder, Rows, arranged_gated
+from quantkit.ops.bcq.arranged import InputOrder, ProductInput, arranged_gated
 from quantkit.ops.decode.layout import can_gate
 from quantkit.ops.decode.op import gated
 from quantkit.ops.epilogue import Epilogue
@@ -83,7 +83,7 @@ class FusedBlock:
         and the mask by their places, the others by name.
         """
         rotary, output, target = position_embeddings if self.rotary else None, self.output, self.target
-        normal = self.norms[0].in_order(hidden_states, self.attention.products.row_order(hidden_states))
+        normal = self.norms[0].in_order(hidden_states, self.attention.products.input_order(hidden_states))
         y = self.attention(normal, past_key_values, attention_mask, rotary)
         if output.product is not None:
             hidden_states = output.product(y, Epilogue(residual=hidden_states))
@@ -96,12 +96,12 @@ class FusedBlock:
         result: Tensor = hidden_states + target.linear(between)
         return result
 
-    def _input_order(self, like: Tensor) -> RowOrder | None:
+    def _input_order(self, like: Tensor) -> InputOrder | None:
         if self.activated is not None:
-            return self.activated.row_order(like, Epilogue(self.activation))
-        return self.inputs.row_order(like)
+            return self.activated.input_order(like, Epilogue(self.activation))
+        return self.inputs.input_order(like)
 
-    def _between(self, x: Rows, residual: Tensor) -> Rows:
+    def _between(self, x: ProductInput, residual: Tensor) -> ProductInput:
         if self.activated is not None:
             return self.activated(x, Epilogue(self.activation))
         *gates, y = self.inputs(x)
@@ -114,9 +114,9 @@ class FusedBlock:
             result = self.function(gates[0]) * y
         return result
 
-    def _gated(self, gate: Tensor, up: Tensor, activation: str, residual: Tensor) -> Rows:
+    def _gated(self, gate: Tensor, up: Tensor, activation: str, residual: Tensor) -> ProductInput:
         target = self.target.product
-        order = None if target is None else target.row_order(gate, Epilogue(residual=residual))
+        order = None if target is None else target.input_order(gate, Epilogue(residual=residual))
         if order is None:
             return gated(gate, up, activation)
         return arranged_gated(gate, up, activation, order)

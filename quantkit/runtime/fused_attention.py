@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from quantkit.ops.bcq.arranged import Rows
+from quantkit.ops.bcq.arranged import ProductInput
 from quantkit.ops.decode.launch import Token
 from quantkit.ops.decode.layout import can_attend, can_place, can_rotate
 from quantkit.ops.decode.op import attention, place_prompt
@@ -44,7 +44,7 @@ class FusedAttention:
     scale: float
     query_scale: float | None
 
-    def __call__(self, x: Rows, cache: SessionCache, mask: Tensor, rotary: Rotary | None) -> Tensor:
+    def __call__(self, x: ProductInput, cache: SessionCache, mask: Tensor, rotary: Rotary | None) -> Tensor:
         """y [B, M, H D] for x [B, M, K], as the products take it; keys and values go into the cache.
 
         One token goes to its next position; several are a prompt, and the cache is empty. mask: [B or 1, 1, M,
@@ -92,7 +92,7 @@ class FusedAttention:
         q = q if self.query_scale is None else q * self.query_scale
         return (q, k) if rotary is None else (_rotated(q, rotary), _rotated(k, rotary))
 
-    def _heads(self, x: Rows) -> Heads:
+    def _heads(self, x: ProductInput) -> Heads:
         """q, k and v of x, normed."""
         products, width, head_dim = self.products(x), self.kv_features, self.module.head_dim
         if len(products) == 1:

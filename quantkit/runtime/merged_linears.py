@@ -21,7 +21,7 @@ from quantkit.formats.bcq import BcqSpec
 from quantkit.nn.bcq_linear import prepared_weight
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import LINEARS
-from quantkit.ops.bcq.arranged import ArrangedRows, RowOrder, Rows
+from quantkit.ops.bcq.arranged import ArrangedInput, InputOrder, ProductInput
 from quantkit.ops.bcq.autotune import ensure_measured
 from quantkit.ops.bcq.instances import TILE_N
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue
@@ -31,19 +31,19 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class EpilogueProduct:
-    """A product with what follows it: of x [..., K] as it is, or in ``row_order`` of what is like it.
+    """A product with what follows it: of x [..., K] as it is, or in ``input_order`` of what is like it.
 
-    multiply, order: epilogue_forward and row_order of a row of LINEARS, but for x and the epilogue.
+    multiply, order: epilogue_forward and input_order of a row of LINEARS, but for x and the epilogue.
     """
 
-    multiply: Callable[[Rows, Epilogue], Tensor]
-    order: Callable[[Tensor, Epilogue], RowOrder | None]
+    multiply: Callable[[ProductInput, Epilogue], Tensor]
+    order: Callable[[Tensor, Epilogue], InputOrder | None]
 
-    def __call__(self, x: Rows, epilogue: Epilogue = NO_EPILOGUE) -> Tensor:
+    def __call__(self, x: ProductInput, epilogue: Epilogue = NO_EPILOGUE) -> Tensor:
         """The epilogue of y [..., N]."""
         return self.multiply(x, epilogue)
 
-    def row_order(self, like: Tensor, epilogue: Epilogue = NO_EPILOGUE) -> RowOrder | None:
+    def input_order(self, like: Tensor, epilogue: Epilogue = NO_EPILOGUE) -> InputOrder | None:
         """The order in which the kernel that writes x [..., K] spares this product a launch; None where none does.
 
         like: of x's shape, type and device.
@@ -58,20 +58,20 @@ class MergedLinears:
     modules: tuple[Any, ...]
     product: Product | EpilogueProduct | None
 
-    def __call__(self, x: Rows) -> tuple[Tensor, ...]:
-        """The output [..., N] of each Linear for x [..., K], as it is or in ``row_order``."""
+    def __call__(self, x: ProductInput) -> tuple[Tensor, ...]:
+        """The output [..., N] of each Linear for x [..., K], as it is or in ``input_order``."""
         if isinstance(self.product, EpilogueProduct):
             y = self.product(x)
         else:
-            assert not isinstance(x, ArrangedRows)  # these have no row_order
+            assert not isinstance(x, ArrangedInput)  # these have no input_order
             if self.product is None:
                 return tuple(module(x) for module in self.modules)
             y = self.product(x)
         return y.split([module.out_features for module in self.modules], dim=-1)
 
-    def row_order(self, like: Tensor) -> RowOrder | None:
+    def input_order(self, like: Tensor) -> InputOrder | None:
         """That of the common product, see EpilogueProduct."""
-        return self.product.row_order(like) if isinstance(self.product, EpilogueProduct) else None
+        return self.product.input_order(like) if isinstance(self.product, EpilogueProduct) else None
 
 
 def merge_linears(modules: Sequence[nn.Module]) -> MergedLinears:
@@ -127,7 +127,7 @@ def _epilogue_product(
     module: QuantizedLinear, held: Tensors, shape: Shape, bias: Tensor | None
 ) -> EpilogueProduct | None:
     row, spec = LINEARS[module.format_name], module.spec
-    forward, order = row.epilogue_forward, row.row_order
+    forward, order = row.epilogue_forward, row.input_order
     if forward is None or order is None:
         return None
     return EpilogueProduct(

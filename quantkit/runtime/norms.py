@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from quantkit.models.families import norm_kind
-from quantkit.ops.bcq.arranged import RowOrder, Rows, arranged_norm
+from quantkit.ops.bcq.arranged import InputOrder, ProductInput, arranged_norm
 from quantkit.ops.decode.layout import can_norm
 from quantkit.ops.decode.op import add_norm, norm
 
@@ -29,7 +29,7 @@ class FastNorm:
             return self.original(x)
         return norm(x, self.weight, self.bias, self.epsilon, centered=self.centered)
 
-    def in_order(self, x: Tensor, order: RowOrder | None) -> Rows:
+    def in_order(self, x: Tensor, order: InputOrder | None) -> ProductInput:
         """The same in the order in which a product reads it, where there is one and the kernels take x."""
         if order is None or not self._takes(x):
             return self(x)

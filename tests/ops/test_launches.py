@@ -12,6 +12,7 @@ from quantkit.cuda.architectures import ARCHITECTURES, Architecture
 from quantkit.cuda.device import gpu_of
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.bcq import autotune
+from quantkit.ops.bcq.arranged import InputOrder, arranged_gated, arranged_norm
 from quantkit.ops.bcq.op import BcqLinearPrepared, bcq_linear_with_epilogue
 from quantkit.ops.decode.op import add_norm, attention, gated, norm, place_prompt
 from quantkit.ops.epilogue import Epilogue
@@ -74,6 +75,16 @@ def _run_decode() -> None:
             gated(torch.zeros(2, 64, dtype=dtype), torch.zeros(2, 64, dtype=dtype), activation)
 
 
+def _run_arranged() -> None:
+    order = InputOrder(weight_bits=3, tile_tokens=64, work_bytes=1 << 22)
+    for dtype in (torch.float16, torch.bfloat16):
+        for width in (64, 4104, 16384):
+            x, weight = torch.randn(3, 1, width).to(dtype), torch.ones(width, dtype=dtype)
+            for bias, centered in ((weight, True), (None, False)):
+                arranged_norm(x, (weight, bias), 1e-5, order, centered=centered)
+        arranged_gated(torch.zeros(2, 64, dtype=dtype), torch.zeros(2, 64, dtype=dtype), "silu", order)
+
+
 def _run_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = torch.randn(40, 136), torch.randn(300, 136)
     with monkeypatch.context() as context:
@@ -104,6 +115,7 @@ def test_every_kernel_is_launched_with_its_parameters_and_as_a_compiled_instance
     for name in NAMES:
         _run_op(name, recorder.row)
     _run_decode()
+    _run_arranged()
     _run_solvers(monkeypatch)
     _run_epilogues(monkeypatch)
     compiled = set(all_units(recorder.row))

@@ -285,15 +285,15 @@ def test_rows_written_in_a_product_s_order_change_no_bits(family: str, monkeypat
     model.half().cuda()
     ids, orders = torch.randint(5, 50, (5, 40), device="cuda"), list[object]()
     with monkeypatch.context() as patch:
-        patch.setattr(EpilogueProduct, "row_order", lambda *_: None)
+        patch.setattr(EpilogueProduct, "input_order", lambda *_: None)
         expected = next_logits(start(model, ids, 64))
-    asked = EpilogueProduct.row_order
+    asked = EpilogueProduct.input_order
 
     def noted(*given: Any) -> object:
         orders.append(asked(*given))
         return orders[-1]
 
-    monkeypatch.setattr(EpilogueProduct, "row_order", noted)
+    monkeypatch.setattr(EpilogueProduct, "input_order", noted)
     assert torch.equal(next_logits(start(model, ids, 64)), expected)
     assert any(order is not None for order in orders)
 

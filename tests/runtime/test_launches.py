@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quantkit.nn import bcq_linear
 from quantkit.ops.activations import ACTIVATIONS
-from quantkit.ops.bcq.arranged import ArrangedRows, RowOrder
+from quantkit.ops.bcq.arranged import ArrangedInput, InputOrder
 from quantkit.ops.bcq.op import bcq_linear_with_epilogue
 from quantkit.ops.decode.launch import Token
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue
@@ -96,28 +96,28 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation].apply(gate) * up
 
 
-def in_order(x: Tensor, order: RowOrder) -> ArrangedRows:
+def in_order(x: Tensor, order: InputOrder) -> ArrangedInput:
     """x behind the place where its elements are not read, which holds none that are numbers."""
-    return ArrangedRows(torch.full_like(x, torch.nan), order, x)
+    return ArrangedInput(torch.full_like(x, torch.nan), order, x)
 
 
-def arranged_norm(x: Tensor, parameters: Any, epsilon: float, order: RowOrder, *, centered: bool) -> ArrangedRows:
+def arranged_norm(x: Tensor, parameters: Any, epsilon: float, order: InputOrder, *, centered: bool) -> ArrangedInput:
     return in_order(norm(x, *parameters, epsilon, centered=centered), order)
 
 
-def arranged_gated(gate: Tensor, up: Tensor, activation: str, order: RowOrder) -> ArrangedRows:
+def arranged_gated(gate: Tensor, up: Tensor, activation: str, order: InputOrder) -> ArrangedInput:
     return in_order(gated(gate, up, activation), order)
 
 
-def arranged_product(op: Any, rows: ArrangedRows, epilogue: Epilogue) -> Tensor:
+def arranged_product(op: Any, rows: ArrangedInput, epilogue: Epilogue) -> Tensor:
     assert rows.order == order_of_prompts(op, epilogue)
     assert op.x is rows.like
     return bcq_linear_with_epilogue(op._replace(x=rows.memory), epilogue)
 
 
-def order_of_prompts(op: Any, _epilogue: Epilogue) -> RowOrder | None:
+def order_of_prompts(op: Any, _epilogue: Epilogue) -> InputOrder | None:
     """Of several tokens, one that hangs on the product."""
-    return RowOrder(3, op.x.shape[1], op.x.nbytes + op.out_features) if op.x.shape[1] > 1 else None
+    return InputOrder(3, op.x.shape[1], op.x.nbytes + op.out_features) if op.x.shape[1] > 1 else None
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, *, ordered: bool = False) -> Iter
         )
         if ordered:
             of_rows = launches.named(IN_ORDER, arranged_product)
-            patch.setattr(bcq_linear, "bcq_row_order", order_of_prompts)
+            patch.setattr(bcq_linear, "bcq_input_order", order_of_prompts)
             patch.setattr(bcq_linear, "arranged_product", of_rows)
             patch.setattr(norms, "arranged_norm", launches.named("norm in order", arranged_norm))
             patch.setattr(decoder_block, "arranged_gated", launches.named("gated in order", arranged_gated))

@@ -30,7 +30,7 @@ _fixed = FixedLaunches()
 
 
 @dataclass(frozen=True)
-class RowOrder:
+class InputOrder:
     """How a product reads x: of a weight of so many planes, in tiles of so many tokens.
 
     work_bytes: of the memory that the product works in, which begins with x in this order.
@@ -42,14 +42,14 @@ class RowOrder:
 
 
 @dataclass(frozen=True, eq=False)
-class ArrangedRows:
+class ArrangedInput:
     """x [..., K] in a product's order, at the beginning of the memory that the product works in.
 
     like: a tensor of x's shape, type and device. Its elements are other ones.
     """
 
     like: Tensor
-    order: RowOrder
+    order: InputOrder
     memory: Tensor
 
     @property
@@ -58,37 +58,37 @@ class ArrangedRows:
         return self.like.shape
 
 
-Rows = Tensor | ArrangedRows
+ProductInput = Tensor | ArrangedInput
 """x as it is, or in a product's order."""
 
 
 def arranged_norm(
-    x: Tensor, parameters: tuple[Tensor, Tensor | None], epsilon: float, order: RowOrder, *, centered: bool
-) -> ArrangedRows:
+    x: Tensor, parameters: tuple[Tensor, Tensor | None], epsilon: float, order: InputOrder, *, centered: bool
+) -> ArrangedInput:
     """``ops.decode.op.norm`` of x [..., K], the same values in the order of a product. parameters: weight and bias."""
     x, memory = x.contiguous(), _memory(order, x.device)
     weight, bias = parameters
     key = ("norm", x.dtype, x.numel(), x.shape[-1], epsilon, centered, bias is None, order)
     pointers: dict[str, Pointer | None] = {"x": x, "weight": weight, "bias": bias, "arranged": memory}
     _fixed.run(key, lambda: _norm_launch(x, pointers, epsilon, order, centered=centered), x.device, pointers)
-    return ArrangedRows(x, order, memory)
+    return ArrangedInput(x, order, memory)
 
 
-def arranged_gated(gate: Tensor, up: Tensor, activation: str, order: RowOrder) -> ArrangedRows:
+def arranged_gated(gate: Tensor, up: Tensor, activation: str, order: InputOrder) -> ArrangedInput:
     """``ops.decode.op.gated`` of gate and up [..., K], the same values in the order of a product."""
     memory = _memory(order, gate.device)
     key = ("gated", gate.dtype, gate.shape, gate.stride(), up.stride(), activation, order)
     pointers: dict[str, Pointer | None] = {"gate": gate, "up": up, "arranged": memory}
     _fixed.run(key, lambda: _gated_launch(gate, up, memory, activation, order), gate.device, pointers)
-    return ArrangedRows(gate, order, memory)
+    return ArrangedInput(gate, order, memory)
 
 
-def _memory(order: RowOrder, device: torch.device) -> Tensor:
+def _memory(order: InputOrder, device: torch.device) -> Tensor:
     return torch.empty(order.work_bytes, dtype=torch.uint8, device=device)
 
 
 def _norm_launch(
-    x: Tensor, pointers: dict[str, Pointer | None], epsilon: float, order: RowOrder, *, centered: bool
+    x: Tensor, pointers: dict[str, Pointer | None], epsilon: float, order: InputOrder, *, centered: bool
 ) -> Launch:
     in_features = x.shape[-1]
     return Launch(
@@ -101,7 +101,7 @@ def _norm_launch(
     )
 
 
-def _gated_launch(gate: Tensor, up: Tensor, memory: Tensor, activation: str, order: RowOrder) -> Launch:
+def _gated_launch(gate: Tensor, up: Tensor, memory: Tensor, activation: str, order: InputOrder) -> Launch:
     in_features = gate.shape[-1]
     tokens = gate.numel() // in_features
     return Launch(
@@ -124,7 +124,7 @@ def _gated_launch(gate: Tensor, up: Tensor, memory: Tensor, activation: str, ord
     )
 
 
-def _order_args(order: RowOrder) -> dict[str, Argument]:
+def _order_args(order: InputOrder) -> dict[str, Argument]:
     return {"tileTokens": order.tile_tokens, "bits": order.weight_bits}
 
 

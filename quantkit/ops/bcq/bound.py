@@ -19,10 +19,10 @@ from quantkit.cuda.driver import FixedLaunch
 from quantkit.cuda.launch import MOST_FIXED, Launch, queue_fixed
 from quantkit.cuda.tensor_map import TensorMap, encoded_map
 from quantkit.errors import KernelError
-from quantkit.ops.bcq.arranged import ArrangedRows, RowOrder
+from quantkit.ops.bcq.arranged import ArrangedInput, InputOrder
 from quantkit.ops.bcq.autotune import choose, forgotten_with_the_table
 from quantkit.ops.bcq.gemm import FUSED, VECTOR_VALUES
-from quantkit.ops.bcq.gemm_launch import gemm_launches, gemm_row_order, gemm_work
+from quantkit.ops.bcq.gemm_launch import gemm_input_order, gemm_launches, gemm_work
 from quantkit.ops.bcq.launch import tensor_core_launch
 from quantkit.ops.bcq.level_gemv import level_launch
 from quantkit.ops.bcq.order import Order
@@ -47,7 +47,7 @@ class BoundProduct:
 
     launch: FixedLaunch
     arrange: FixedLaunch | None
-    order: RowOrder | None
+    order: InputOrder | None
     out_features: int
     box: tuple[int, int] | None
     work_bytes: int
@@ -67,7 +67,7 @@ class BoundProduct:
             encoded = encoded_map(address, tokens, x.shape[-1], *self.box)
         return self._multiply(x, address, work, encoded, epilogue)
 
-    def run_arranged(self, rows: ArrangedRows, epilogue: Epilogue) -> Tensor:
+    def run_arranged(self, rows: ArrangedInput, epilogue: Epilogue) -> Tensor:
         """The same of rows in its order. Raises KernelError for another order."""
         if rows.order != self.order:
             raise KernelError(f"rows in the order {rows.order} cannot be multiplied by a product of {self.order}")
@@ -110,7 +110,7 @@ def bound_product(op: BcqLinearPrepared, epilogue: Epilogue = NO_EPILOGUE) -> Te
     return None if found is None else found.run(x, x.numel() // x.shape[-1], epilogue)
 
 
-def row_order(op: BcqLinearPrepared, epilogue: Epilogue) -> RowOrder | None:
+def input_order(op: BcqLinearPrepared, epilogue: Epilogue) -> InputOrder | None:
     """The order in which the op's product reads x, for the kernel that writes x; None where it takes rows as they are.
 
     Of op.x shape, type and device count.
@@ -121,8 +121,8 @@ def row_order(op: BcqLinearPrepared, epilogue: Epilogue) -> RowOrder | None:
     return None if found is None else found.order
 
 
-def arranged_product(op: BcqLinearPrepared, rows: ArrangedRows, epilogue: Epilogue) -> Tensor:
-    """The epilogue of the op's result for rows in its ``row_order``; op.x is what they are like.
+def arranged_product(op: BcqLinearPrepared, rows: ArrangedInput, epilogue: Epilogue) -> Tensor:
+    """The epilogue of the op's result for rows in its ``input_order``; op.x is what they are like.
 
     Raises KernelError for rows in another order.
     """
@@ -174,7 +174,7 @@ def _bind(op: BcqLinearPrepared, tokens: int, epilogue: Epilogue) -> BoundProduc
     elif kernel in FUSED:
         launches = gemm_launches(product, gpu)
         work_bytes, partials, counts = gemm_work(product, gpu)
-        order = gemm_row_order(product, gpu)
+        order = gemm_input_order(product, gpu)
     if not launches:
         return None
     *before, multiply = launches

@@ -20,7 +20,7 @@ from quantkit.cuda.device import Gpu, gpu_of
 from quantkit.cuda.launch import Launch
 from quantkit.cuda.parameters import Argument, Within
 from quantkit.cuda.tensor_map import TensorMap
-from quantkit.ops.bcq.arranged import RowOrder
+from quantkit.ops.bcq.arranged import InputOrder
 from quantkit.ops.bcq.gemm import (
     ARRANGE,
     VECTOR_VALUES,
@@ -104,13 +104,13 @@ def gemm_work(product: Product, gpu: Gpu) -> tuple[int, int, int]:
     return plan.work_bytes, plan.partials, plan.counts
 
 
-def gemm_row_order(product: Product, gpu: Gpu) -> RowOrder | None:
+def gemm_input_order(product: Product, gpu: Gpu) -> InputOrder | None:
     """Of the planned launches: how the product reads x; None where it takes rows as they are."""
     weight, (tokens, _) = product.weight, product.x.shape
     if weight.order.for_batches:
         return None
     plan = _plan(weight.sizes, tokens, product.x.dtype, gpu, None)
-    return RowOrder(weight.weight_bits, plan.layout.shape.tokens, plan.work_bytes)
+    return InputOrder(weight.weight_bits, plan.layout.shape.tokens, plan.work_bytes)
 
 
 def gemm(product: Product, layout: GemmLayout | None = None) -> Tensor:

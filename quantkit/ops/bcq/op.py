@@ -22,9 +22,9 @@ from quantkit.cuda.architectures import Kernel
 from quantkit.cuda.device import gpu_of
 from quantkit.formats.bcq import ROW_WISE, BcqTensors, dequantize_stored, group_count
 from quantkit.formats.planes import pack_bits
-from quantkit.ops.bcq.arranged import RowOrder
+from quantkit.ops.bcq.arranged import InputOrder
 from quantkit.ops.bcq.autotune import choose
-from quantkit.ops.bcq.bound import bound_product, row_order
+from quantkit.ops.bcq.bound import bound_product, input_order
 from quantkit.ops.bcq.candidates import OF_PLANES
 from quantkit.ops.bcq.experts import ExpertsKernel, ExpertsProduct, choose_experts_kernel, experts_product
 from quantkit.ops.bcq.launch import dequantize_tiles, product
@@ -168,9 +168,9 @@ def bcq_linear_with_epilogue(op: BcqLinearPrepared, epilogue: Epilogue) -> Tenso
     return _product(x, op.weight, op.bias, weights_ready=op.weights_ready, epilogue=epilogue)
 
 
-def bcq_row_order(op: BcqLinearPrepared, epilogue: Epilogue) -> RowOrder | None:
-    """The order in which the product with an epilogue also takes what is like op.x, or None; see bound.row_order."""
-    return row_order(op, epilogue) if op.x.is_cuda else None
+def bcq_input_order(op: BcqLinearPrepared, epilogue: Epilogue) -> InputOrder | None:
+    """The order in which the product with an epilogue also takes what is like op.x, or None; see bound.input_order."""
+    return input_order(op, epilogue) if op.x.is_cuda else None
 
 
 def _linear_cuda(op: BcqLinear) -> Tensor:

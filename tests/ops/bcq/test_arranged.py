@@ -12,8 +12,8 @@ from torch import Tensor
 from quantkit.cuda.architectures import ARCHITECTURES, Architecture
 from quantkit.errors import KernelError
 from quantkit.ops.bcq import arranged
-from quantkit.ops.bcq.arranged import ArrangedRows, RowOrder, arranged_gated, arranged_norm, arranged_units
-from quantkit.ops.bcq.bound import arranged_product, row_order
+from quantkit.ops.bcq.arranged import ArrangedInput, InputOrder, arranged_gated, arranged_norm, arranged_units
+from quantkit.ops.bcq.bound import arranged_product, input_order
 from quantkit.ops.bcq.gemm import ARRANGE, arrange_launch, gemm_kernel
 from quantkit.ops.bcq.instances import TILE_K
 from quantkit.ops.bcq.op import BcqLinearPrepared, bcq_linear_with_epilogue
@@ -46,7 +46,7 @@ def zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def put_in_order(x: Tensor, order: RowOrder) -> Tensor:
+def put_in_order(x: Tensor, order: InputOrder) -> Tensor:
     """What bcqArrange makes of x, in memory like that of ``zeroed``."""
     memory = torch.zeros(order.work_bytes, dtype=torch.uint8, device=x.device)
     flat = x.view(-1, x.shape[-1])
@@ -55,9 +55,9 @@ def put_in_order(x: Tensor, order: RowOrder) -> Tensor:
     return memory
 
 
-def order_for(tokens: int, columns: int, bits: int, tile_tokens: int) -> RowOrder:
+def order_for(tokens: int, columns: int, bits: int, tile_tokens: int) -> InputOrder:
     tiles = -(-tokens // tile_tokens), -(-columns // TILE_K)
-    return RowOrder(bits, tile_tokens, 2 * tiles[0] * tile_tokens * tiles[1] * TILE_K)
+    return InputOrder(bits, tile_tokens, 2 * tiles[0] * tile_tokens * tiles[1] * TILE_K)
 
 
 def prepared(x: Tensor, order: Order = Order.PLANES) -> BcqLinearPrepared:
@@ -87,8 +87,8 @@ def test_launches_fit_their_kernels(row: Architecture, monkeypatch: pytest.Monke
 def test_a_product_that_reads_rows_as_they_are_has_no_order(row: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
     record(monkeypatch, row)
     x = torch.randn(FUSED_TOKENS, 1024).half()
-    assert row_order(prepared(x, Order.CODES), NO_EPILOGUE) is None
-    assert row_order(prepared(x[:1]), NO_EPILOGUE) is None  # a GEMV
+    assert input_order(prepared(x, Order.CODES), NO_EPILOGUE) is None
+    assert input_order(prepared(x[:1]), NO_EPILOGUE) is None  # a GEMV
 
 
 @pytest.mark.parametrize("row", WITH_FUSED, ids=[row.title for row in WITH_FUSED])
@@ -96,13 +96,13 @@ def test_a_product_takes_rows_in_its_own_order_alone(row: Architecture, monkeypa
     recorder = record(monkeypatch, row)
     x = torch.randn(2, FUSED_TOKENS // 2, 1024).half()
     op, like = prepared(x), torch.randn(2, FUSED_TOKENS // 2, 2048).half()[..., :1024]
-    order = row_order(op._replace(x=like), NO_EPILOGUE)
+    order = input_order(op._replace(x=like), NO_EPILOGUE)
     assert order is not None
-    assert order == row_order(op, Epilogue(residual=torch.randn(FUSED_TOKENS, 272).half()))
-    made = ArrangedRows(like, order, torch.empty(order.work_bytes, dtype=torch.uint8))
+    assert order == input_order(op, Epilogue(residual=torch.randn(FUSED_TOKENS, 272).half()))
+    made = ArrangedInput(like, order, torch.empty(order.work_bytes, dtype=torch.uint8))
     assert arranged_product(op, made, NO_EPILOGUE).shape == (2, FUSED_TOKENS // 2, 272)
     assert "bcqGemm" in recorder.functions
-    other = ArrangedRows(like, RowOrder(order.weight_bits + 1, order.tile_tokens, order.work_bytes), made.memory)
+    other = ArrangedInput(like, InputOrder(order.weight_bits + 1, order.tile_tokens, order.work_bytes), made.memory)
     with pytest.raises(KernelError, match="cannot be multiplied by a product of"):
         arranged_product(op, other, NO_EPILOGUE)
     with pytest.raises(KernelError, match="rows in the order"):
@@ -147,7 +147,7 @@ def test_products_of_rows_in_order_have_the_bits_of_others(dtype: torch.dtype) -
     epilogues: list[Callable[[], Epilogue]] = [Epilogue, lambda: Epilogue(residual=residual)]
     for epilogue in (make() for make in epilogues):
         op = prepared(x)
-        order = row_order(op, epilogue)
+        order = input_order(op, epilogue)
         assert order is not None
         rows = arranged_norm(x, (weight, None), EPSILON, order, centered=False)
         expected = bcq_linear_with_epilogue(op._replace(x=norm(x, weight, None, EPSILON, centered=False)), epilogue)
