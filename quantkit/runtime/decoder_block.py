@@ -105,11 +105,11 @@ class FusedBlock:
         if self.activated is not None:
             return self.activated(x, Epilogue(self.activation))
         *gates, y = self.inputs(x)
-        result: Tensor
+        result: ProductInput
         if not gates:
             result = self.function(y)
         elif self.activation is not None and can_gate(gates[0], y):
-            return self._gated(gates[0], y, self.activation, residual)
+            result = self._gated(gates[0], y, self.activation, residual)
         else:
             result = self.function(gates[0]) * y
         return result

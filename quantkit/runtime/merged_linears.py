@@ -21,12 +21,13 @@ from quantkit.formats.bcq import BcqSpec
 from quantkit.nn.bcq_linear import prepared_weight
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.nn.table import LINEARS
-from quantkit.ops.bcq.arranged import ArrangedInput, InputOrder, ProductInput
+from quantkit.ops.bcq.arranged import InputOrder, ProductInput
 from quantkit.ops.bcq.autotune import ensure_measured
 from quantkit.ops.bcq.instances import TILE_N
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue
 
-Product = Callable[[Tensor], Tensor]
+Product = Callable[[Any], Tensor]
+"""y [..., N] of x [..., K]; an EpilogueProduct also takes an ArrangedInput."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,18 +57,13 @@ class MergedLinears:
     """Linears of one input, and their common product where they have one."""
 
     modules: tuple[Any, ...]
-    product: Product | EpilogueProduct | None
+    product: Product | None
 
     def __call__(self, x: ProductInput) -> tuple[Tensor, ...]:
         """The output [..., N] of each Linear for x [..., K], as it is or in ``input_order``."""
-        if isinstance(self.product, EpilogueProduct):
-            y = self.product(x)
-        else:
-            assert not isinstance(x, ArrangedInput)  # these have no input_order
-            if self.product is None:
-                return tuple(module(x) for module in self.modules)
-            y = self.product(x)
-        return y.split([module.out_features for module in self.modules], dim=-1)
+        if self.product is None:
+            return tuple(module(x) for module in self.modules)
+        return self.product(x).split([module.out_features for module in self.modules], dim=-1)
 
     def input_order(self, like: Tensor) -> InputOrder | None:
         """That of the common product, see EpilogueProduct."""
@@ -84,7 +80,7 @@ def merge_linears(modules: Sequence[nn.Module]) -> MergedLinears:
     return MergedLinears(tuple(modules), _common_product(modules) if len(modules) > 1 else None)
 
 
-def _common_product(modules: Sequence[Any]) -> Product | EpilogueProduct | None:
+def _common_product(modules: Sequence[Any]) -> Product | None:
     if all(type(module) is nn.Linear for module in modules) and _alike(modules):
         return partial(linear, weight=_whole(modules, "weight"), bias=joined_bias(modules))
     return _tiled_product(modules) if are_tiled_alike(modules) else None
@@ -128,8 +124,9 @@ def _epilogue_product(
 ) -> EpilogueProduct | None:
     row, spec = LINEARS[module.format_name], module.spec
     forward, order = row.epilogue_forward, row.input_order
-    if forward is None or order is None:
+    if forward is None:
         return None
+    assert order is not None  # a row has both or neither
     return EpilogueProduct(
         lambda x, epilogue: forward(spec, held, shape, x, bias, epilogue),
         lambda like, epilogue: order(spec, held, shape, like, bias, epilogue),

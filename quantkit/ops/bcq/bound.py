@@ -158,10 +158,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _bind(op: BcqLinearPrepared, tokens: int, epilogue: Epilogue) -> BoundProduct | None:
-    like, weight = op.x, op.weight
-    x = (like if like.is_contiguous() else torch.empty(like.shape, dtype=like.dtype, device=like.device)).view(
-        tokens, -1
-    )
+    x, weight = op.x.new_empty(tokens, op.x.shape[-1]), op.weight  # where x is comes with every call
     sizes = weight.weight_bits, weight.out_features, weight.group_size, weight.scale_bits
     kernel, gpu = choose(x, *sizes, order=weight.order), gpu_of(x.device)
     product = Product.of(x, weight, op.bias, epilogue=epilogue, weights_ready=op.weights_ready)

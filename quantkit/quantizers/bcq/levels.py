@@ -59,7 +59,7 @@ class Coding:
 def _add_ranks(values: Tensor, middles: Tensor, rank: Tensor) -> None:
     """Add to zeros [G, g] how many of a group's rising middles [G, 2**q - 1] are less than each of values [G, g].
 
-    By halving: a comparison and q - 1 gathers, a third of the time of torch.searchsorted on rows this short.
+    By halving: a comparison and q - 1 gathers, at most a third of the time of torch.searchsorted on rows this short.
     """
     half = middles.shape[1] // 2
     rank.add_(values > middles[:, half : half + 1], alpha=half + 1)

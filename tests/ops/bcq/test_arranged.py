@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from quantkit.cuda.architectures import ARCHITECTURES, Architecture
+from quantkit.cuda.launch import FixedLaunches
 from quantkit.errors import KernelError
 from quantkit.ops.bcq import arranged
-from quantkit.ops.bcq.arranged import ArrangedInput, InputOrder, arranged_gated, arranged_norm, arranged_units
+from quantkit.ops.bcq.arranged import ArrangedInput, InputOrder, arranged_gated, arranged_norm
 from quantkit.ops.bcq.bound import arranged_product, input_order
 from quantkit.ops.bcq.gemm import ARRANGE, arrange_launch, gemm_kernel
 from quantkit.ops.bcq.instances import TILE_K
@@ -22,6 +23,7 @@ from quantkit.ops.decode.op import gated, norm
 from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue
 from tests.ops.bcq.cases import random_weight
 from tests.ops.launches import record
+from tests.ops.test_fixed_launches import Keys
 
 CUDA = torch.device("cuda")
 TYPES = [torch.float16, torch.bfloat16]
@@ -68,19 +70,20 @@ def prepared(x: Tensor, order: Order = Order.PLANES) -> BcqLinearPrepared:
 
 
 @pytest.mark.parametrize("row", WITH_FUSED, ids=[row.title for row in WITH_FUSED])
-def test_launches_fit_their_kernels(row: Architecture, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorder, units = record(monkeypatch, row), set(arranged_units(row))
-    for (tokens, columns), dtype in pairs(ROWS, TYPES):
-        order = order_for(tokens, columns, 3, 64)
+def test_addresses_are_open_and_all_else_follows_from_the_key(
+    row: Architecture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(monkeypatch, row)
+    keys = Keys()
+    monkeypatch.setattr(FixedLaunches, "run", lambda *given: keys.take(*given))
+    for (tokens, columns), dtype, bits, tile_tokens in pairs(ROWS * 2, TYPES, (1, 3), (16, 64)):
+        order = order_for(tokens, columns, bits, tile_tokens)
         x, weight = torch.randn(tokens, columns).to(dtype), torch.randn(columns).to(dtype)
-        both = torch.randn(tokens, 2 * columns).to(dtype)
-        rows = [
-            arranged_norm(x, (weight, bias), EPSILON, order, centered=centered)
-            for bias, centered in ((None, False), (weight, True))
-        ]
-        rows.append(arranged_gated(*both.chunk(2, dim=-1), "silu", order))
-        assert all(made.shape == x.shape and made.memory.nbytes == order.work_bytes for made in rows)
-    assert {launch.unit for launch in recorder.launches} <= units
+        for bias, centered in ((None, False), (weight, True)):
+            assert arranged_norm(x, (weight, bias), EPSILON, order, centered=centered).shape == x.shape
+        for up in (x, torch.randn(tokens, columns + 8).to(dtype)[:, :columns]):
+            assert arranged_gated(x, up, "silu", order).memory.nbytes == order.work_bytes
+    assert keys.count == 2 * len(keys.known) > 0
 
 
 @pytest.mark.parametrize("row", WITH_FUSED, ids=[row.title for row in WITH_FUSED])
