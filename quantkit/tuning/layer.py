@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from quantkit.formats.base import PackedWeight
 from quantkit.formats.bcq import BcqSpec, BcqTensors, group_width
 from quantkit.formats.hadamard import rotate
-from quantkit.formats.planes import code_signs, pack_codes, unpack_codes
+from quantkit.formats.planes import pack_codes, unpack_codes
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.bcq.levels import Coding
 from quantkit.quantizers.bcq.scales import ScaleGrid
+from quantkit.tuning.codes import gradients_of_groups, nearest_codes, weight_of
 from quantkit.tuning.part import Straight, TunedPart
 
 # How deep inside the cell of its code a weight starts, as a share of the way from the code's level to the border.
@@ -28,8 +29,8 @@ _INSIDE = 0.98
 class TunedLinear(TunedPart):
     """y = x W^T + bias, W from ``scales``, ``offset`` and codes; with ``latent``, the codes nearest to it.
 
-    scales: [q, N, G] fp32. offset: [N, G] fp32, or None where none is stored. latent: [N, G * g] fp32, or None for
-    codes that stay. All before rounding.
+    scales: [q, N, G] fp32. offset: [N, G] fp32, or None where none is stored. latent: [N, K] fp32, or None for codes
+    that stay. All before rounding. codes: [N, K] uint8.
     """
 
     codes: Tensor
@@ -48,7 +49,7 @@ class TunedLinear(TunedPart):
         self.scales = nn.Parameter(stored.decoded_scales())
         offset = stored.decoded_offset()
         self.offset = None if offset is None else nn.Parameter(offset)
-        self.register_buffer("codes", self._padded(unpack_codes(stored.signs, self.shape[1])), persistent=False)
+        self.register_buffer("codes", unpack_codes(stored.signs, self.shape[1]), persistent=False)
         if original is not None and linear.spec.rotate_inputs:
             original = rotate(original)
         self.latent = None if original is None else nn.Parameter(self._inside_cells(original))
@@ -61,17 +62,20 @@ class TunedLinear(TunedPart):
     def dequantize(self) -> Tensor:
         """The weight [N, K] fp32 of the values as they would be stored; W Q where inputs are rotated."""
         scales, offset = self._rounded()
-        if self.latent is not None:
-            self.codes = self._nearest(scales.detach(), offset.detach(), self.latent.detach())
-        weight: Tensor = _Dequantize.apply(self.latent, scales, offset, self.codes, self.width)
-        return weight[:, : self.shape[1]]
+        if self.latent is None:
+            rounded = self.codes, weight_of(self.codes, scales.detach(), offset.detach(), self.width)
+        else:
+            rounded = nearest_codes(self.latent.detach(), scales.detach(), offset.detach(), self.width)
+        self.codes = rounded[0]
+        weight: Tensor = _Dequantize.apply(self.latent, scales, offset, *rounded, self.width)
+        return weight
 
     @torch.no_grad()
     def packed(self) -> PackedWeight:
         """The format's tensors of the values at hand; what is read back is what ``dequantize`` gave, bit for bit."""
         self.dequantize()
         scales, offset = self._rounded()
-        signs = pack_codes(self.codes[:, : self.shape[1]].contiguous(), self.spec.weight_bits)
+        signs = pack_codes(self.codes, self.spec.weight_bits)
         stored = self.grid.stored(signs, scales, offset if self.offset is not None else None)
         return PackedWeight(self.spec, self.shape, stored.named(), {})
 
@@ -82,55 +86,36 @@ class TunedLinear(TunedPart):
             return scales, torch.zeros_like(self.scales[0])
         return scales, Straight.apply(self.offset, self.grid.round_offset(self.offset.detach()))
 
-    def _padded(self, values: Tensor) -> Tensor:
-        """[N, K] -> [N, G * g], the last group filled up with zeros."""
-        return nn.functional.pad(values, (0, self.groups * self.width - values.shape[1]))
-
-    def _nearest(self, scales: Tensor, offset: Tensor, latent: Tensor) -> Tensor:
-        levels = Coding(scales.flatten(1), offset.flatten())
-        return levels.nearest(latent.view(-1, self.width)).codes().to(torch.uint8).view_as(latent)
-
+    @torch.no_grad()
     def _inside_cells(self, original: Tensor) -> Tensor:
-        """[N, G * g]: the original weights, moved into the cells of the codes as they are."""
-        with torch.no_grad():
-            scales, offset = self._rounded()
-            level = _dequantized(scales, offset, self.codes, self.width)
-            values, order = Coding(scales.flatten(1), offset.flatten()).levels().sort(dim=-1)
-            middles = (values[:, 1:] + values[:, :-1]) / 2
-            ends = torch.full_like(middles[:, :1], torch.inf)
-            rank = order.argsort(dim=-1).gather(-1, self.codes.view(-1, self.width).long())
-            low = torch.cat([-ends, middles], dim=-1).gather(-1, rank).view_as(level)
-            high = torch.cat([middles, ends], dim=-1).gather(-1, rank).view_as(level)
-            wanted = self._padded(original.to(level).contiguous())
-            inside = torch.minimum(
-                torch.maximum(wanted, level + (low - level) * _INSIDE), level + (high - level) * _INSIDE
-            )
-            return torch.where(inside.isfinite(), inside, wanted)
-
-
-def _dequantized(scales: Tensor, offset: Tensor, codes: Tensor, width: int) -> Tensor:
-    """[N, G * g] of scales [q, N, G], offset [N, G] and codes [N, G * g]."""
-    grouped = codes.unflatten(1, (-1, width))
-    weight = offset[..., None].expand(grouped.shape).clone()
-    for scale, plane in zip(scales, code_signs(grouped, len(scales)), strict=True):
-        weight.addcmul_(plane, scale[..., None])
-    return weight.flatten(1)
+        """[N, K]: the original weights, moved into the cells of the codes as they are."""
+        scales, offset = self._rounded()
+        level = weight_of(self.codes, scales, offset, self.width)
+        values, order = Coding(scales.flatten(1), offset.flatten()).levels().sort(dim=-1)
+        middles = (values[:, 1:] + values[:, :-1]) / 2
+        ends = torch.full_like(middles[:, :1], torch.inf)
+        padded = nn.functional.pad(self.codes, (0, self.groups * self.width - self.shape[1]))
+        rank = order.argsort(dim=-1).gather(-1, padded.view(-1, self.width).long())
+        below, above = torch.cat([-ends, middles], dim=-1), torch.cat([middles, ends], dim=-1)
+        low, high = (side.gather(-1, rank).view_as(padded)[:, : self.shape[1]] for side in (below, above))
+        wanted = original.to(level)
+        inside = torch.minimum(torch.maximum(wanted, level + (low - level) * _INSIDE), level + (high - level) * _INSIDE)
+        return torch.where(inside.isfinite(), inside, wanted)
 
 
 class _Dequantize(torch.autograd.Function):
     """The weight of codes; its gradient summed over groups for scales and offset, and passed on to the latent."""
 
     @staticmethod
-    def forward(ctx: Any, _latent: Tensor | None, scales: Tensor, offset: Tensor, codes: Tensor, width: int) -> Tensor:
+    def forward(
+        ctx: Any, _latent: Tensor | None, scales: Tensor, _offset: Tensor, codes: Tensor, weight: Tensor, width: int
+    ) -> Tensor:
         ctx.save_for_backward(codes)
         ctx.bits, ctx.width = len(scales), width
-        return _dequantized(scales, offset, codes, width)
+        return weight
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (codes,) = ctx.saved_tensors
-        grouped = gradients[0].unflatten(1, (-1, ctx.width))
-        planes = code_signs(codes.unflatten(1, (-1, ctx.width)), ctx.bits)
-        scales = torch.stack([(grouped * plane).sum(dim=-1) for plane in planes])
-        latent = gradients[0] if ctx.needs_input_grad[0] else None
-        return latent, scales, grouped.sum(dim=-1), None, None
+        scales, offset = gradients_of_groups(gradients[0], codes, ctx.bits, ctx.width)
+        return gradients[0] if ctx.needs_input_grad[0] else None, scales, offset, None, None, None

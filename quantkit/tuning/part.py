@@ -18,7 +18,7 @@ from quantkit.nn.quantized_linear import QuantizedLinear
 class TunedPart(nn.Module, ABC):
     """y = x W^T + bias; the parameters are what W is made of, before they are rounded to what is stored.
 
-    latent: [N, G * g], the weights that codes are chosen for, or None for codes that stay. held: [N, K], what is
+    latent: [N, K], the weights that codes are chosen for, or None for codes that stay. held: [N, K], what is
     multiplied by inside of ``expanded_once``, else None.
     """
 
