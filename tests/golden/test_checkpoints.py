@@ -20,6 +20,7 @@ from tests.golden.write import CALIBRATION, CHECKPOINTS, EXPECTED, ONE_ORDER_OF_
 
 FILES = Path(__file__).parent / "files"
 LOGIT_RTOL = 1e-5  # fp32 sums of 24 products, in another order on another processor
+SCALE_RTOL = 2.0**-22  # two steps of fp32: exponentials and powers behind flatten's scales, on another processor
 
 
 @pytest.fixture
@@ -48,6 +49,13 @@ def test_the_files_are_of_as_many_kinds_as_they_say() -> None:
     assert any(key.endswith(".scale_factors") for key in stored)
 
 
+def _same(key: str, after: torch.Tensor, before: torch.Tensor) -> bool:
+    """Bit for bit, but for flatten's scales in fp32."""
+    if key.endswith(("act_scale", "weight_scale")) and before.dtype == torch.float32:
+        return torch.allclose(after, before, rtol=SCALE_RTOL, atol=0)
+    return torch.equal(after, before)
+
+
 def test_the_same_input_makes_the_same_files(tmp_path: Path, artifact: Path) -> None:
     """The model of the files, in the environment that they were written in; one process, so one test."""
     out = tmp_path / "out"
@@ -61,7 +69,7 @@ def test_the_same_input_makes_the_same_files(tmp_path: Path, artifact: Path) -> 
         added = after.keys() - before.keys()  # calibrations have come to hold the reach of the vocabulary
         assert before.keys() <= after.keys(), name
         assert all(key.endswith(":vocabulary_absmax") for key in added), name
-        assert [key for key, tensor in before.items() if not torch.equal(after[key], tensor)] == [], name
+        assert [key for key, tensor in before.items() if not _same(key, after[key], tensor)] == [], name
     for name in CHECKPOINTS:
         old, new = (read_checkpoint(folder / name) for folder in (FILES, out))
         assert (new.layers, new.ignore, new.attention) == (old.layers, old.ignore, old.attention)
