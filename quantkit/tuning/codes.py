@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantkit.formats.planes import code_signs
 from quantkit.quantizers.bcq.levels import Coding
 
 _AT_ONCE = 1 << 19  # weights whose fp32 values a shared cache holds several times
@@ -141,5 +142,5 @@ def _add_planes(values: Sequence[Tensor], coding: Coding) -> None:
     """Of codes and weight [n, G, g], write the weight."""
     codes, weight = values
     weight.copy_(coding.offset[..., None].expand_as(weight))
-    for i, scale in enumerate(coding.scales[..., None]):
-        weight.addcmul_(((codes >> i) & 1).to(torch.int8).mul_(2).sub_(1).to(weight.dtype), scale)
+    for scale, signs in zip(coding.scales[..., None], code_signs(codes, len(coding.scales)), strict=True):
+        weight.addcmul_(signs, scale)

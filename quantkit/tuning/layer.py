@@ -62,12 +62,12 @@ class TunedLinear(TunedPart):
     def dequantize(self) -> Tensor:
         """The weight [N, K] fp32 of the values as they would be stored; W Q where inputs are rotated."""
         scales, offset = self._rounded()
+        values = scales.detach(), offset.detach(), self.width
         if self.latent is None:
-            rounded = self.codes, weight_of(self.codes, scales.detach(), offset.detach(), self.width)
+            exact = weight_of(self.codes, *values)
         else:
-            rounded = nearest_codes(self.latent.detach(), scales.detach(), offset.detach(), self.width)
-        self.codes = rounded[0]
-        weight: Tensor = _Dequantize.apply(self.latent, scales, offset, *rounded, self.width)
+            self.codes, exact = nearest_codes(self.latent.detach(), *values)
+        weight: Tensor = _Dequantize.apply(self.latent, scales, offset, self.codes, exact, self.width)
         return weight
 
     @torch.no_grad()

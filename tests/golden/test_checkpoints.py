@@ -20,7 +20,7 @@ from tests.golden.write import CALIBRATION, CHECKPOINTS, EXPECTED, ONE_ORDER_OF_
 
 FILES = Path(__file__).parent / "files"
 LOGIT_RTOL = 1e-5  # fp32 sums of 24 products, in another order on another processor
-SCALE_RTOL = 2.0**-22  # two steps of fp32: exponentials and powers behind flatten's scales, on another processor
+SCALE_RTOL = 2.0**-22  # two steps of fp32: one was seen between two processors
 
 
 @pytest.fixture
