@@ -1,10 +1,10 @@
 // A k tile of a fused product (gemm.cuh) of a weight in equal steps whose groups are wide, for few tokens on warpgroups:
 // products of numbers, whose sums meet step and offset once half a tile.
 //
-//   sum_k x (step (2 c - 15) + offset) = step sum_k x (2 c + n) + (offset - step (15 + n)) sum_k x
+//   sum_k x (step (2 c - C) + offset) = step sum_k x (2 c + n) + (offset - step (C + n)) sum_k x
 //
 // n as in grid_step.cuh. The sums of x are made by those warps of the copying group that copy nothing, by products with
-// ones. Of fp16 all numbers stand from bit 5 on, so that they have sums in common. A stage of x is a k tile.
+// ones. Of fp16 all numbers stand at the last place, so that they have sums in common. A stage of x is a k tile.
 //
 //   sums of x    [stage][half of a tile][token] fp32; a third row of barriers says that they are there
 #pragma once
@@ -68,7 +68,8 @@ __device__ __forceinline__ void sumStages(const GemmProblem& p, uint32 barriers,
 
 // Add the products of half a tile to the sums. xSums: shared address of those of x for the lane's tokens.
 template <class S>
-__device__ __forceinline__ void addHalf(float* acc, const float* part, const NumberScales<S::kDtype>& scales, uint32 xSums) {
+__device__ __forceinline__ void addHalf(float* acc, const float* part, const NumberScales<S::kBits, S::kDtype>& scales,
+                                        uint32 xSums) {
 #pragma unroll
     for (int j = 0; j < S::kTokens / kSetTokens; ++j) {
         const float2 x = loadShared8(xSums + j * kSetTokens * sizeof(float));
@@ -81,23 +82,25 @@ __device__ __forceinline__ void addHalf(float* acc, const float* part, const Num
 }
 
 // The pairs of numbers of kTurnWords words of rows g and g + 8, whose products run while as many are expanded.
-template <int kDtype, int kTurnWords>
+template <int kBits, int kDtype, int kTurnWords>
 struct TurnNumbers {
+    static constexpr int kShared = GridPlaces<kBits>::kWords;
     uint32 upper[kTurnWords][kWordPairs], lower[kTurnWords][kWordPairs];
 
     // words: of half a tile, from the slot of the tile plus the lane on; kept from turn to turn.
-    __device__ __forceinline__ void expand(uint2 (&words)[kGridPlanes], uint32 slot, int turn) {
+    __device__ __forceinline__ void expand(uint2 (&words)[kBits], uint32 slot, int turn) {
         const int first = turn * kTurnWords % kChunkWords;
         if (first == 0) {
 #pragma unroll
-            for (int i = 0; i < kGridPlanes; ++i) {
+            for (int i = 0; i < kBits; ++i) {
                 words[i] = loadSharedWords(slot + i * kWarpSize * kVectorBytes + turn * kTurnWords / kChunkWords * 8);
             }
         }
 #pragma unroll
         for (int i = 0; i < kTurnWords; ++i) {
-            numbersOf<kDtype, true>(words[first + i].x, upper[i]);
-            numbersOf<kDtype, true>(words[first + i].y, lower[i]);
+            const uint2& two = words[(first + i) / kShared];
+            numbersOf<kBits, kDtype, true>(two.x, first + i, upper[i]);
+            numbersOf<kBits, kDtype, true>(two.y, first + i, lower[i]);
 #pragma unroll
             for (int pair = 0; pair < kWordPairs; ++pair) {  // now, not where products take them
                 keepInRegister(upper[i][pair]);
@@ -119,8 +122,8 @@ __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p
     constexpr int kTurns = kTileWords / kTurnWords, kHalfTurns = kTurns / kHalves;
     const uint32 scales = slot + S::kPlaneBytes + own.lane / kTileQuads * kLaneBytes;
     const uint32 ofLane = xSums + place.stage * Sums::kStageBytes + own.lane % kTileQuads * 2 * sizeof(float);
-    TurnNumbers<S::kDtype, kTurnWords> numbers[2];
-    uint2 words[kGridPlanes];
+    TurnNumbers<S::kBits, S::kDtype, kTurnWords> numbers[2];
+    uint2 words[S::kBits];
     float part[S::kTokens / 2];
     Products products;
     numbers[0].expand(words, slot + own.lane * kVectorBytes, 0);
@@ -146,7 +149,7 @@ __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p
         if (half == 0) barrierWait(Sums::barrier(barriers, place.stage), place.parity);
         const uint32 from = scales + half * p.segments / kHalves * kGroupBytes;
         const uint2 stored = kAdds ? loadSharedWords(from) : make_uint2(loadShared4(from), 0);
-        addHalf<S>(acc, part, NumberScales<S::kDtype>(stored), ofLane + half * Sums::kHalfBytes);
+        addHalf<S>(acc, part, NumberScales<S::kBits, S::kDtype>(stored), ofLane + half * Sums::kHalfBytes);
     }
     __syncwarp();
     if (own.signals) barrierArrive(barriers + (kMostStages + place.stage) * sizeof(uint64));

@@ -1,27 +1,43 @@
-// Weights of four planes whose levels are in equal steps, two a register: the pattern of the planes is a number then.
+// Weights of two or four planes whose levels are in equal steps, two a register: the pattern of the planes is a number then.
 //
-//   level = step (2 c - 15) + offset,      c = sum_i 2^i sign_i,  step the scale of plane 0
+//   level = step (2 c - C) + offset,      c = sum_i 2^i sign_i,  C = 2^planes - 1,  step the scale of plane 0
 //
-// The bits of c under the exponent of a float are an exact number, of which one addition makes 2 c - 15, and one
+// The bits of c under the exponent of a float are an exact number, of which one addition makes 2 c - C, and one
 // multiply-add the level. So a pair costs one or two logic instructions, and the rest runs on the pipe of floats.
 // In fp16 a level is rounded once. A step has more bits than bf16, which takes it in two parts.
 #pragma once
 #include "levels.cuh"
 
-constexpr uint32 kSwapBytes = 0x2301u;                        // of each half of a word
-constexpr uint32 kLowCode = 0x001E001Eu, kHighCode = 0x01E001E0u;  // nibbles from bit 1 and from bit 5 of both halves
-// fp16: 2 c + 1024 from bit 1 and 2 c + 64 from bit 5, and what leaves 2 c - 15 of them. bf16: 2 c + 128.
-constexpr uint32 kHalfLow = 0x64006400u, kHalfHigh = 0x54005400u, kHalfLowLess = 0xE40FE40Fu, kHalfHighLess = 0xD4F0D4F0u;
-constexpr uint32 kBfloat = 0x43004300u, kBfloatLess = 0xC30FC30Fu;
+constexpr uint32 kSwapBytes = 0x2301u;  // of each half of a word
 
-// Numbers as products take them without a level (grid_step.cuh): the bits of c under a zero exponent of fp16, c 2^-23 from bit
-// 1 on and c 2^-19 from bit 5 on, or from bit 1 on under that of 128 of bf16.
+constexpr uint32 inBothHalves(uint32 value) { return value << 16 | value; }
 
-// Steps and offsets of rows g and g + 8, as stored, for sums of such numbers, of fp16 of those from bit 5 on.
-template <int kDtype>
+// Where the four pairs of a word s are in it, before (pairs 0 and 1) and after its bytes are swapped, in both halves: at bits
+// 1, 3, 5 and 7, of which an even s has the first two, or at bits 1 and 5.
+template <int kBits>
+struct GridPlaces {
+    static constexpr int kWords = 4 / kBits;  // s that share a word
+    static constexpr int kPlaces = 2 * kWords, kLast = 9 - kBits;
+    static constexpr int kMostCode = (1 << kBits) - 1;
+
+    static constexpr int bit(int place) { return 1 + place * kBits; }
+    static constexpr int placeOf(int s, int pair) { return s % kWords * 2 + pair % 2; }
+    static constexpr uint32 mask(int bit) { return inBothHalves(kMostCode << bit); }
+    // 2 c + 2^(11 - bit) of fp16, or 2 c + 2^(8 - bit) of bf16, without c, and what leaves 2 c - C of it.
+    static constexpr uint32 base(int dtype, int bit) { return inBothHalves(dtype == kFloat16 ? (26 - bit) << 10 : (135 - bit) << 7); }
+    static constexpr uint32 less(int dtype, int bit) { return base(dtype, bit) | inBothHalves(0x8000 | kMostCode << (bit - 1)); }
+};
+constexpr int kBfloatBits = 7;  // of a mantissa
+
+// Numbers as products take them without a level (grid_step.cuh): c under a zero exponent of fp16, c 2^(bit - 24), or from
+// bit 1 on under that of 128 of bf16.
+
+// Steps and offsets of rows g and g + 8, as stored, for sums of such numbers, of fp16 of those from the last place.
+template <int kBits, int kDtype>
 struct NumberScales {
     static constexpr bool kHalf = kDtype == kFloat16;
-    static constexpr float kUnit = kHalf ? 1 << 20 : 1, kExcess = kHalf ? 15 : 143;  // of n over 2 c - 15
+    static constexpr float kUnit = kHalf ? 1 << (25 - GridPlaces<kBits>::kLast) : 1;
+    static constexpr float kExcess = GridPlaces<kBits>::kMostCode + (kHalf ? 0 : 128);  // of n over 2 c - C
     float step[kLaneRows], rest[kLaneRows];
 
     // stored: the two steps, then the two offsets or zeros.
@@ -35,17 +51,19 @@ struct NumberScales {
     }
 };
 
-// The four pairs of numbers of a word. kAligned: of fp16 all from bit 5 on, else those of even pairs from bit 1 on.
-template <int kDtype, bool kAligned>
-__device__ __forceinline__ void numbersOf(uint32 word, uint32 (&pairs)[kWordPairs]) {
+// The four pairs of numbers of word s. kAligned: of fp16 all at the last place, else where they stand.
+template <int kBits, int kDtype, bool kAligned>
+__device__ __forceinline__ void numbersOf(uint32 word, int s, uint32 (&pairs)[kWordPairs]) {
+    using Places = GridPlaces<kBits>;
     const uint32 turned = __byte_perm(word, 0, kSwapBytes);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const uint32 own = i ? turned : word;
+    for (int i = 0; i < kWordPairs; ++i) {
+        const uint32 own = i / 2 ? turned : word;
+        const int bit = Places::bit(Places::placeOf(s, i)), first = Places::bit(0);
         if constexpr (kDtype == kFloat16) {
-            pairs[2 * i] = (own & kLowCode) * (kAligned ? 16 : 1), pairs[2 * i + 1] = own & kHighCode;
+            pairs[i] = (own & Places::mask(bit)) << (kAligned ? Places::kLast - bit : 0);
         } else {
-            pairs[2 * i] = maskedOr(own, kLowCode, kBfloat), pairs[2 * i + 1] = maskedOr(own >> 4, kLowCode, kBfloat);
+            pairs[i] = maskedOr(own >> (bit - first), Places::mask(first), Places::base(kDtype, first));
         }
     }
 }
@@ -85,39 +103,39 @@ struct GridLevels {
 };
 
 // One row's 32 columns.
+template <int kBits>
 struct GridWords {
-    static constexpr bool kApart = true;  // whether words need no others
-    uint32 words[kGridPlanes];
+    using Places = GridPlaces<kBits>;
+    static constexpr bool kApart = Places::kWords == 1;  // whether words need no others
+    uint32 words[kBits];
 
     __device__ __forceinline__ void takeWord(int s, uint32 word) { words[s] = word; }
 
-    __device__ __forceinline__ void take(const uint32 (&codes)[kGridPlanes]) {
+    __device__ __forceinline__ void take(const uint32 (&codes)[kBits]) {
 #pragma unroll
-        for (int i = 0; i < kGridPlanes; ++i) words[i] = codes[i];
+        for (int i = 0; i < kBits; ++i) words[i] = codes[i];
     }
     // The four pairs of word s.
     template <bool kAdds, int kDtype>
     __device__ __forceinline__ void expand(const GridLevels<kAdds, kDtype>& levels, int s, uint32 (&pairs)[kWordPairs]) const {
-        const uint32 turned = __byte_perm(words[s], 0, kSwapBytes);
+        const uint32 whole = words[s / Places::kWords], turned = __byte_perm(whole, 0, kSwapBytes);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint32 word = i ? turned : words[s];
-            if constexpr (kDtype == kFloat16) {
-                pairs[2 * i] = levels.of(addPairs<kDtype>(maskedOr(word, kLowCode, kHalfLow), kHalfLowLess));
-                pairs[2 * i + 1] = levels.of(addPairs<kDtype>(maskedOr(word, kHighCode, kHalfHigh), kHalfHighLess));
-            } else {
-                pairs[2 * i] = levels.of(addPairs<kDtype>(maskedOr(word, kLowCode, kBfloat), kBfloatLess));
-                pairs[2 * i + 1] = levels.of(addPairs<kDtype>(maskedOr(word >> 4, kLowCode, kBfloat), kBfloatLess));
-            }
+        for (int i = 0; i < kWordPairs; ++i) {
+            const uint32 own = i / 2 ? turned : whole;
+            const int stored = Places::bit(Places::placeOf(s, i)), fits = kDtype == kFloat16 || stored + kBits <= kBfloatBits;
+            const int bit = fits ? stored : stored - 4;
+            const uint32 number = maskedOr(own >> (stored - bit), Places::mask(bit), Places::base(kDtype, bit));
+            pairs[i] = levels.of(addPairs<kDtype>(number, Places::less(kDtype, bit)));
         }
     }
 };
 
-template <bool kAdds_, int kDtype_>
+template <int kBits_, bool kAdds_, int kDtype_>
 struct GridExpansion {
-    static constexpr int kBits = kGridPlanes, kDtype = kDtype_;
+    static_assert(kBits_ == 2 || kBits_ == 4, "a grid has two planes or four");
+    static constexpr int kBits = kBits_, kDtype = kDtype_;
     static constexpr bool kCodes = true, kGrid = true, kAdds = kAdds_;
-    using Words = GridWords;
+    using Words = GridWords<kBits>;
     using Row = GridLevels<kAdds_, kDtype_>;
 };
 
@@ -127,6 +145,5 @@ struct ExpansionOf {
 };
 template <int kBits, bool kAdds, int kDtype>
 struct ExpansionOf<kGridOrder, kBits, kAdds, kDtype> {
-    static_assert(kBits == kGridPlanes, "a grid has four planes");
-    using Type = GridExpansion<kAdds, kDtype>;
+    using Type = GridExpansion<kBits, kAdds, kDtype>;
 };

@@ -1,29 +1,31 @@
 // A tile of a warp in level_gemv.cu, of a weight in equal steps whose segments are wide: products of numbers,
 // whose sums meet step and offset once a segment.
 //
-//   sum_k x (step (2 c - 15) + offset) = step sum_k x (2 c + n) + (offset - step (15 + n)) sum_k x
+//   sum_k x (step (2 c - C) + offset) = step sum_k x (2 c + n) + (offset - step (C + n)) sum_k x
 //
-// The bits of a number in a half word are a 16-bit float as they stand: of fp16 under a zero exponent, c 2^-23 from bit 1 and
-// c 2^-19 from bit 5 (n = 0), which have sums of their own; of bf16 under that of 128, 2 c + 128 (n = 128). So a pair costs
-// one logic instruction or two, and nothing is rounded before the sums.
+// The bits of a number in a half word are a 16-bit float as they stand: of fp16 under a zero exponent (n = 0), where each place
+// counts another power of two and has sums of its own; of bf16 under that of 128, 2 c + 128 (n = 128). So a pair costs one
+// logic instruction or two, and nothing is rounded before the sums.
 #pragma once
 #include "level_step.cuh"
 
 constexpr int kLeastSummed = 128;  // columns of a segment; sums of narrower ones would cost more than expanding levels
 
-template <int kSegment, int kTokens_, bool kAdds, int kDtype>
+template <int kBits, int kSegment, int kTokens_, bool kAdds, int kDtype>
 struct GridProduct {
     using Record = PairRecord<true>;
-    using Shape = StepShape<kGridPlanes, kSegment, 16, 1, 1>;
+    using Shape = StepShape<kBits, kSegment, 16, 1, 1>;
+    using Places = GridPlaces<kBits>;
     static constexpr int kScaleBits = 16, kTokens = kTokens_, kSets = kTokens / kProductTokens;
     static constexpr int kTileSegments = Shape::kTileSegments, kTableBytes = 0;
     static constexpr int kSumBytes = kTileSegments * kTokens * int(sizeof(float));
     static constexpr int kSegmentWords = kWordsPerTileRow / kTileSegments;
-    static constexpr bool kRing = true, kHalf = kDtype == kFloat16;
-    static constexpr float kLowUnit = kHalf ? 16 : 1;  // what sums of numbers from bit 1 count beside those from bit 5
+    static constexpr bool kRing = true;
+    static constexpr int kSums = kDtype == kFloat16 ? Places::kPlaces : 2;  // of places, else in turn
+    static constexpr float kUnit = kDtype == kFloat16 ? 1 << kBits : 1;     // what those of a place count beside the next
 
     uint32 vector, entry, quad;
-    uint4 codes[kGridPlanes];  // of the tile at hand
+    uint4 codes[kBits];  // of the tile at hand
     uint2 scales[kTileSegments];  // steps of rows g and g + 8, then offsets
     float sums[kSets][4] = {};
 
@@ -39,7 +41,7 @@ struct GridProduct {
 
     __device__ __forceinline__ void take(uint32 stage) {
 #pragma unroll
-        for (int i = 0; i < kGridPlanes; ++i) codes[i] = loadShared16(stage + vector + i * kWarpSize * kVectorBytes);
+        for (int i = 0; i < kBits; ++i) codes[i] = loadShared16(stage + vector + i * kWarpSize * kVectorBytes);
         constexpr uint32 kGroupBytes = (kTileN / kLaneRows) * (kAdds ? 8 : 4);
 #pragma unroll
         for (int segment = 0; segment < kTileSegments; ++segment) {
@@ -50,47 +52,50 @@ struct GridProduct {
     }
 
     __device__ __forceinline__ uint32 wordOf(int row, int half, int word) const {
-        const uint4& four = codes[word];
+        const uint4& four = codes[word / Places::kWords];
         return row ? (half ? four.w : four.y) : (half ? four.z : four.x);
     }
 
     __device__ __forceinline__ void multiplyTile(uint32 place, uint32 setBytes, uint32 xSums) {
-        float low[kSets][4], high[kSets][4];
+        float part[kSums][kSets][4];
 #pragma unroll
         for (int i = 0; i < kWordsPerTileRow; ++i) {
             const int half = i / kChunkWords, word = i % kChunkWords;
-            uint32 upper[kWordPairs], lower[kWordPairs];  // of fp16 pairs 0 and 2 from bit 1 on, 1 and 3 from bit 5 on
-            numbersOf<kDtype, false>(wordOf(0, half, word), upper);
-            numbersOf<kDtype, false>(wordOf(1, half, word), lower);
+            uint32 upper[kWordPairs], lower[kWordPairs];  // pairs 0 and 2 are at one place, 1 and 3 at the next
+            numbersOf<kBits, kDtype, false>(wordOf(0, half, word), word, upper);
+            numbersOf<kBits, kDtype, false>(wordOf(1, half, word), word, lower);
+            const int first = Places::placeOf(word, 0) % kSums;
+            const bool begins = i % kSegmentWords < kSums / 2;
 #pragma unroll
             for (int set = 0; set < kSets; ++set) {
                 const uint4 x = Record::load(place + set * setBytes, half, word);  // pairs 0, 2, 1, 3
-                const uint4 lowRows = make_uint4(upper[0], lower[0], upper[2], lower[2]);
-                const uint4 highRows = make_uint4(upper[1], lower[1], upper[3], lower[3]);
-                if (i % kSegmentWords == 0) {
-                    shortProduct16<kDtype>(low[set], lowRows, x.x, x.y);
-                    shortProduct16<kDtype>(high[set], highRows, x.z, x.w);
+                const uint4 evenRows = make_uint4(upper[0], lower[0], upper[2], lower[2]);
+                const uint4 oddRows = make_uint4(upper[1], lower[1], upper[3], lower[3]);
+                if (begins) {
+                    shortProduct16<kDtype>(part[first][set], evenRows, x.x, x.y);
+                    shortProduct16<kDtype>(part[first + 1][set], oddRows, x.z, x.w);
                 } else {
-                    shortMma16<kDtype>(low[set], lowRows, x.x, x.y);
-                    shortMma16<kDtype>(high[set], highRows, x.z, x.w);
+                    shortMma16<kDtype>(part[first][set], evenRows, x.x, x.y);
+                    shortMma16<kDtype>(part[first + 1][set], oddRows, x.z, x.w);
                 }
             }
             if (i % kSegmentWords == kSegmentWords - 1) {
                 const int segment = i / kSegmentWords;
-                addSegment(low, high, segment, xSums + segment * kTokens * sizeof(float) + quad);
+                addSegment(part, segment, xSums + segment * kTokens * sizeof(float) + quad);
             }
         }
     }
 
-    __device__ __forceinline__ void addSegment(const float (&low)[kSets][4], const float (&high)[kSets][4], int segment,
-                                               uint32 xSums) {
-        const NumberScales<kDtype> own(kAdds ? scales[segment] : make_uint2(scales[segment].x, 0));
+    __device__ __forceinline__ void addSegment(const float (&part)[kSums][kSets][4], int segment, uint32 xSums) {
+        const NumberScales<kBits, kDtype> own(kAdds ? scales[segment] : make_uint2(scales[segment].x, 0));
 #pragma unroll
         for (int set = 0; set < kSets; ++set) {
             const float2 x = loadShared8(xSums + set * kProductTokens * sizeof(float));
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const float numbers = fmaf(low[set][i], kLowUnit, high[set][i]);
+                float numbers = part[0][set][i];
+#pragma unroll
+                for (int place = 1; place < kSums; ++place) numbers = fmaf(numbers, kUnit, part[place][set][i]);
                 sums[set][i] = fmaf(own.step[i / 2], numbers, fmaf(own.rest[i / 2], i % 2 ? x.y : x.x, sums[set][i]));
             }
         }
@@ -104,7 +109,7 @@ template <int kOrder, int kBits, int kSegment, int kTokens, bool kAdds, int kDty
 struct ProductFor {
     using Type = LevelProduct<kOrder, kBits, kSegment, kTokens, kAdds, kDtype>;
 };
-template <int kTokens, bool kAdds, int kDtype>
-struct ProductFor<kGridOrder, kGridPlanes, kLeastSummed, kTokens, kAdds, kDtype> {
-    using Type = GridProduct<kLeastSummed, kTokens, kAdds, kDtype>;
+template <int kBits, int kTokens, bool kAdds, int kDtype>
+struct ProductFor<kGridOrder, kBits, kLeastSummed, kTokens, kAdds, kDtype> {
+    using Type = GridProduct<kBits, kLeastSummed, kTokens, kAdds, kDtype>;
 };

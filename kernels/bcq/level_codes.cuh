@@ -18,13 +18,15 @@
 //   4 planes   word s: the same for all s, of where planes 1 to 3 agree with plane 0. The fourth bits of nibbles 1, 3, 5, 7
 //              and 0, 2, 4, 6 say whether plane 0 is negative at the places of nibbles 0 to 3 and 4 to 7
 //
-// Of four planes whose levels are in equal steps there is another form (grid.cuh): place 16 e + 4 i + s, nibble m of word s the
-// pattern of place 4 m + s, and each half of the word turned up by one bit, so that nibbles start at bits 1, 5, 9 and 13.
+// Of two or four planes whose levels are in equal steps there is another form (grid.cuh), in which each half of a word is turned
+// up by one bit:
+//
+//   2 planes   place 16 e + 8 (i / 2) + 4 (s % 2) + 2 (i % 2) + s / 2; pair of bits j of word b the pattern of place 2 j + b
+//   4 planes   place 16 e + 4 i + s; nibble m of word s the pattern of place 4 m + s
 #pragma once
 #include "tiles.cuh"
 
 constexpr int kPlaneOrder = 0, kCodeOrder = 1, kGridOrder = 2;  // of a weight in memory (ops/bcq/layout.py)
-constexpr int kGridPlanes = 4;
 constexpr int kBlockPlanes = 4;  // of the first block, at most
 constexpr uint32 kEvenBits = 0x55555555u, kNibbleOnes = 0x11111111u, kByteOnes = 0x01010101u;
 
@@ -72,16 +74,22 @@ __device__ __forceinline__ void codesToPlanes(uint32* words) {
 }
 
 // The words of a grid -> its planes.
-__device__ __forceinline__ void gridToPlanes(uint32* words) {
-    uint32 planes[kGridPlanes] = {};
+template <int kBits>
+__device__ __forceinline__ void gridToPlanes(uint32 (&words)[kBits]) {
 #pragma unroll
-    for (int s = 0; s < kGridPlanes; ++s) {
-        const uint32 nibbles = (words[s] >> 1 & 0x7FFF7FFFu) | (words[s] & 0x00010001u) << 15;
+    for (int s = 0; s < kBits; ++s) words[s] = (words[s] >> 1 & 0x7FFF7FFFu) | (words[s] & 0x00010001u) << 15;
+    if constexpr (kBits == 2) {
+        codesToPlanes<kBits>(words);
+    } else {
+        uint32 planes[kBits] = {};
 #pragma unroll
-        for (int i = 0; i < kGridPlanes; ++i) planes[i] |= (nibbles >> i & kNibbleOnes) << s;
+        for (int s = 0; s < kBits; ++s) {
+#pragma unroll
+            for (int i = 0; i < kBits; ++i) planes[i] |= (words[s] >> i & kNibbleOnes) << s;
+        }
+#pragma unroll
+        for (int i = 0; i < kBits; ++i) words[i] = planes[i];
     }
-#pragma unroll
-    for (int i = 0; i < kGridPlanes; ++i) words[i] = planes[i];
 }
 
 // The places of a word whose number has this bit, or has not.
@@ -113,7 +121,8 @@ template <int kBits, bool kGrid>
 __device__ __forceinline__ uint32 neighbouringColumns(uint32 word, int lane) {
     word = exchangePlaces<1, 0>(word);
     if constexpr (kGrid) {
-        word = exchangePlaces<4, 0>(exchangePlaces<3, 0>(exchangePlaces<2, 0>(word)));
+        word = kBits == 2 ? exchangePlaces<2, 1>(word) : exchangePlaces<2, 0>(word);
+        word = exchangePlaces<4, 0>(exchangePlaces<3, 0>(word));
     } else if constexpr (kBits == 1) {
         word = exchangePlaces<4, 0>(exchangePlaces<3, 2>(exchangePlaces<2, 1>(word)));
     } else if constexpr (kBits == 2) {

@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bits", default="2,3,4")
     parser.add_argument("--groups", default="128")
-    parser.add_argument("--orders", default="planes,codes,grid", help="of the weight in memory; grid: of 4 bits")
+    parser.add_argument("--orders", default="planes,codes,grid", help="of the weight in memory; grid: of 2 and 4 bits")
     parser.add_argument("--tokens", default=",".join(map(str, TOKEN_CLASSES)))
     parser.add_argument("--table", type=Path, default=Path("kernels/bcq/measured.json"))
     options = parser.parse_args()
@@ -41,7 +41,7 @@ def main() -> None:
     classes = table.setdefault(torch.cuda.get_device_name(device), {})
     numbers = options.bits.split(","), options.groups.split(",")
     for order, bits, group_size, n, k in product(orders, *numbers, OUT_FEATURES, IN_FEATURES):
-        if n + k > MOST_WEIGHTS or (order == Order.GRID and int(bits) != GRID_PLANES):
+        if n + k > MOST_WEIGHTS or (order == Order.GRID and int(bits) not in GRID_PLANES):
             continue
         made = random_tiles(int(bits), (1 << n, 1 << k), int(group_size), offset=True)
         scales = made.scale_tiles[..., : order.scales(int(bits)) + 1, :].contiguous()

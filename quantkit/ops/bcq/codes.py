@@ -3,8 +3,8 @@
 ``words`` [n tiles, k tiles, bits, 128] int32 hold 32 columns of a row each, a word per plane (layout.py). In the order
 of codes the same bits stand where kernels/bcq/level_codes.cuh draws them: columns change places among the four words of
 half a tile row, so that products meet x as it is, and planes 1 to 3 of the first four become whether they agree with
-plane 0. A weight of four planes in equal steps takes the order of a grid instead, where the planes of a column are a
-number of four bits. Both directions are exact.
+plane 0. A weight of two or four planes in equal steps takes the order of a grid instead, where the planes of a column
+are a number of as many bits. Both directions are exact.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ _EXCHANGES = {
     2: (*_TO_LANES, (4, 3), (3, 0), (2, 1), (1, 0)),
     3: (*_TO_LANES, (2, 0), (1, 0)),  # and more
 }
-_GRID_EXCHANGES = (*_TO_LANES, (4, 0), (3, 0), (2, 0), (1, 0))
+_GRID_EXCHANGES = {
+    2: (*_TO_LANES, (4, 0), (3, 0), (2, 1), (1, 0)),
+    4: (*_TO_LANES, (4, 0), (3, 0), (2, 0), (1, 0)),
+}
 
 
 def to_codes(words: Tensor) -> Tensor:
@@ -48,13 +51,14 @@ def to_planes(words: Tensor) -> Tensor:
 
 
 def to_grid(words: Tensor) -> Tensor:
-    """Four planes -> numbers of four bits."""
-    return _in_chunks(words, lambda chunk: _stacked(_four_numbers(_exchanged(chunk, _GRID_EXCHANGES).unbind(-2))))
+    """Two or four planes -> numbers of as many bits."""
+    exchanges = _GRID_EXCHANGES[words.shape[-2]]
+    return _in_chunks(words, lambda chunk: _stacked(_numbers(_exchanged(chunk, exchanges).unbind(-2))))
 
 
 def grid_to_planes(words: Tensor) -> Tensor:
     """Inverse of to_grid."""
-    exchanges = _GRID_EXCHANGES[::-1]
+    exchanges = _GRID_EXCHANGES[words.shape[-2]][::-1]
     return _in_chunks(words, lambda chunk: _exchanged(_stacked(_numbered_planes(chunk.unbind(-2))), exchanges))
 
 
@@ -165,15 +169,15 @@ def _four_planes(codes: Sequence[Tensor]) -> list[Tensor]:
     return [first, *(~(_plane(codes, i) ^ first) for i in range(3))]
 
 
-def _four_numbers(planes: Sequence[Tensor]) -> list[Tensor]:
-    """Nibbles, each half of a word turned up by one bit."""
-    nibbles = (_nibbles(planes, s) for s in range(_BLOCK_PLANES))
-    return [(word & _HIGHEST_15) << 1 | (word >> 15 & _LOWEST) for word in nibbles]
+def _numbers(planes: Sequence[Tensor]) -> list[Tensor]:
+    """Pairs of bits or nibbles, each half of a word turned up by one bit."""
+    codes = _two_codes(planes) if len(planes) == 2 else [_nibbles(planes, s) for s in range(_BLOCK_PLANES)]
+    return [(word & _HIGHEST_15) << 1 | (word >> 15 & _LOWEST) for word in codes]
 
 
 def _numbered_planes(words: Sequence[Tensor]) -> list[Tensor]:
-    nibbles = [(word >> 1 & _HIGHEST_15) | (word & _LOWEST) << 15 for word in words]
-    return [_plane(nibbles, i) for i in range(_BLOCK_PLANES)]
+    codes = [(word >> 1 & _HIGHEST_15) | (word & _LOWEST) << 15 for word in words]
+    return _two_planes(codes) if len(codes) == 2 else [_plane(codes, i) for i in range(_BLOCK_PLANES)]
 
 
 def _stacked(words: Sequence[Tensor]) -> Tensor:

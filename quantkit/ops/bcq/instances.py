@@ -297,7 +297,7 @@ def bcq_units(row: Architecture) -> Iterator[CompileUnit]:
             yield from (
                 dequantize_unit(weight_bits, scale_bits, order)
                 for order in Order
-                if order != Order.GRID or (weight_bits == GRID_PLANES and scale_bits == SCALE_BITS[0])
+                if order != Order.GRID or (weight_bits in GRID_PLANES and scale_bits == SCALE_BITS[0])
             )
             for fine in (False, True):
                 yield lut_unit(weight_bits, fine, scale_bits)

@@ -8,8 +8,8 @@ read straight on. Preparing and restoring change no bit that is stored.
 
 There are three orders. That for latency holds sign planes, which the GEMVs read as they are; it is made for up to four
 tokens. Those for batches hold the same bits so that the fused product of many tokens gets floats with half the
-instructions, at columns that let it read x as it is (codes.py): as codes of levels, or, where four planes have scales
-s, 2 s, 4 s and 8 s, as the numbers of a grid, of whose scales the first stands for all.
+instructions, at columns that let it read x as it is (codes.py): as codes of levels, or, where the scales of two or four
+planes double from plane to plane, as the numbers of a grid, of whose scales the first stands for all.
 """
 
 from __future__ import annotations
@@ -139,18 +139,19 @@ def tile_factors(scale_factors: Tensor) -> Tensor:
     return padded.view(n_tiles, _ROW_HALVES, _ROWS_PER_HALF).transpose(1, 2).contiguous()
 
 
-def _doubled(steps: Tensor) -> Tensor:
-    """Scales [1, ..] of plane 0 -> those of a grid's planes."""
-    powers = 2.0 ** torch.arange(GRID_PLANES, dtype=steps.dtype, device=steps.device)
+def _doubled(steps: Tensor, planes: int) -> Tensor:
+    """Scales [1, ..] of plane 0 -> those of so many planes of a grid."""
+    powers = 2.0 ** torch.arange(planes, dtype=steps.dtype, device=steps.device)
     return steps * powers.view(-1, *[1] * (steps.dim() - 1))
 
 
 def is_grid(stored: BcqTensors) -> bool:
-    """Whether a weight can be in the order of a grid: four planes with fp16 scales s, 2 s, 4 s, 8 s, bit for bit."""
+    """Whether a weight can be in the order of a grid: two or four planes, each with twice the fp16 scales of the one
+    before, bit for bit."""
     scales = stored.scales
-    if len(scales) != GRID_PLANES or stored.scale_factors is not None:
+    if len(scales) not in GRID_PLANES or stored.scale_factors is not None:
         return False
-    return torch.equal(_doubled(scales[:1]).view(torch.int16), scales.contiguous().view(torch.int16))
+    return torch.equal(_doubled(scales[:1], len(scales)).view(torch.int16), scales.contiguous().view(torch.int16))
 
 
 def tile(stored: BcqTensors, in_features: int, group_size: int, *, order: Order = Order.PLANES) -> BcqTiles:
@@ -173,7 +174,8 @@ def untile(weight: BcqTiles) -> BcqTensors:
     entries = weight.scale_tiles.permute(3, 0, 4, 2, 1).reshape(count, n_tiles * TILE_N, groups)
     entries = entries[:, : weight.out_features, : group_count(weight.group_size, weight.in_features)]
     stored = weight.order.scales(weight.weight_bits)
-    scales = entries[:stored].contiguous() if weight.order != Order.GRID else _doubled(entries[:1])
+    whole = weight.order != Order.GRID
+    scales = entries[:stored].contiguous() if whole else _doubled(entries[:1], weight.weight_bits)
     offset = entries[stored].contiguous() if count > stored else None
     tiles = _TO_SIGNS[weight.order](weight.tiles) if weight.order in _TO_SIGNS else weight.tiles
     signs = untile_signs(tiles, weight.out_features, weight.in_features)

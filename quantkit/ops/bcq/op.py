@@ -227,8 +227,8 @@ def _linear_samples() -> Iterator[BcqLinear]:
 def _batch_samples(op: BcqLinear) -> Iterator[BcqTiles]:
     """The weight in the orders for batches; that of a grid has the steps of plane 0."""
     yield tile(op.stored, op.x.shape[-1], op.group_size, order=Order.CODES)
-    if len(op.scales) == GRID_PLANES and op.scale_factors is None:
-        doubled = op.scales[:1] * 2.0 ** torch.arange(GRID_PLANES).view(-1, 1, 1).half()
+    if len(op.scales) in GRID_PLANES and op.scale_factors is None:
+        doubled = op.scales[:1] * 2.0 ** torch.arange(len(op.scales)).view(-1, 1, 1).half()
         yield tile(replace(op.stored, scales=doubled), op.x.shape[-1], op.group_size, order=Order.GRID)
 
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from quantkit.formats.planes import MAX_BITS
 
-GRID_PLANES = 4
+GRID_PLANES = (2, 4)
 OFFSETS_APART = (1, 4, 8)  # planes whose tables of levels leave no room for an offset (kernels/bcq/levels.cuh)
 
 
@@ -41,7 +41,7 @@ def offsets_apart(order: Order, weight_bits: int, entries: int) -> bool:
 
 def orders_of(order: Order) -> Iterator[tuple[int, int]]:
     """(planes, entries) of weights in an order: every number of planes and place of their offsets."""
-    for bits in range(1, MAX_BITS + 1) if order != Order.GRID else (GRID_PLANES,):
+    for bits in range(1, MAX_BITS + 1) if order != Order.GRID else GRID_PLANES:
         scales = order.scales(bits)
         yield bits, scales
         if offsets_apart(order, bits, scales + 1):

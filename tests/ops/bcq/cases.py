@@ -44,6 +44,11 @@ ODD_GRIDS = [
     weight_case(4, 96, 256, 128),
     weight_case(4, 2064, 4608, -1),
     weight_case(4, 72, 3000, 256),
+    weight_case(2, 257, 1000, 32),
+    weight_case(2, 130, 777, 384),
+    weight_case(2, 1000, 1536, 64),
+    weight_case(2, 96, 256, 128),
+    weight_case(2, 2064, 4608, -1),
 ]
 """The same of weights in equal steps."""
 

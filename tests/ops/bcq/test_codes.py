@@ -10,7 +10,7 @@ from quantkit.ops.bcq import codes as module
 from quantkit.ops.bcq.codes import grid_to_planes, to_codes, to_grid, to_planes
 from quantkit.ops.bcq.instances import TILE_K, segment_width
 from quantkit.ops.bcq.layout import tile_counts
-from quantkit.ops.bcq.order import Order
+from quantkit.ops.bcq.order import GRID_PLANES, Order
 from tests.ops.bcq.cases import random_weight
 
 BITS = range(1, 9)
@@ -33,8 +33,9 @@ def test_planes_come_back(bits: int) -> None:
     assert torch.equal(to_planes(to_codes(words)), words)
 
 
-def test_planes_come_back_from_a_grid() -> None:
-    words = _words(4)
+@pytest.mark.parametrize("bits", GRID_PLANES)
+def test_planes_come_back_from_a_grid(bits: int) -> None:
+    words = _words(bits)
     assert torch.equal(grid_to_planes(to_grid(words)), words)
 
 
@@ -104,15 +105,18 @@ def test_a_lane_holds_the_columns_whose_products_it_makes(bits: int) -> None:
 
 def _grid_number(words: list[Tensor], s: int, i: int, e: int) -> Tensor:
     """GridWords::expand: what stands under the exponent of element e of pair i of word s of a lane."""
-    turned = (words[s] & 0x00FF00FF) << 8 | words[s] >> 8 & 0x00FF00FF
-    return (turned if i > 1 else words[s]) >> (16 * e + (1, 5)[i % 2]) & 15
+    bits = len(words)
+    word, place = words[s * bits // 4], s % (4 // bits) * 2 + i % 2
+    turned = (word & 0x00FF00FF) << 8 | word >> 8 & 0x00FF00FF
+    return (turned if i > 1 else word) >> (16 * e + 1 + bits * place) & (1 << bits) - 1
 
 
-def test_a_lane_holds_the_numbers_of_a_grid_whose_products_it_makes() -> None:
-    planes, grid = _lanes(_words(4)), _lanes(to_grid(_words(4)))
+@pytest.mark.parametrize("bits", GRID_PLANES)
+def test_a_lane_holds_the_numbers_of_a_grid_whose_products_it_makes(bits: int) -> None:
+    planes, grid = _lanes(_words(bits)), _lanes(to_grid(_words(bits)))
     for t, s, i, e in product(range(4), range(4), range(4), range(2)):
         number = _grid_number(list(grid[..., t, :, :].unbind(2)), s, i, e)
-        signs = [_bit(planes[:, :, plane, :, s], 8 * i + 2 * t + e) for plane in range(4)]
+        signs = [_bit(planes[:, :, plane, :, s], 8 * i + 2 * t + e) for plane in range(bits)]
         assert torch.equal(number, sum(sign << plane for plane, sign in enumerate(signs))), (t, s, i, e)
 
 

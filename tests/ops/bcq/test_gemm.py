@@ -40,7 +40,7 @@ def _problems(row: Architecture) -> list[GemmProblem]:
         GemmProblem(bits, order.scales(bits) + offset, scale_bits, TILE_K // segment, *shape, tokens, gpu, order)
         for order, scale_bits in ((Order.PLANES, 16), (Order.CODES, 8), (Order.GRID, 16))
         for bits, offset, segment, shape, tokens in combinations(BITS, (0, 1), SEGMENTS, SHAPES, TOKENS)
-        if gemm_fits(bits, segment, row) and (order != Order.GRID or bits == GRID_PLANES)
+        if gemm_fits(bits, segment, row) and (order != Order.GRID or bits in GRID_PLANES)
     ]
 
 
@@ -84,7 +84,7 @@ def test_python_and_cuda_agree_on_the_sizes_in_shared_memory(monkeypatch: pytest
     """A wrong one compiles to an error: the sizes are asserted in the source."""
     row = ARCHITECTURES[9, 0]
     lines = []
-    kinds = [*((bits, Order.PLANES) for bits in BITS), (GRID_PLANES, Order.GRID)]
+    kinds = [*((bits, Order.PLANES) for bits in BITS), *((bits, Order.GRID) for bits in GRID_PLANES)]
     for (bits, order), offset, segments in combinations(kinds, (0, 1), (1, 8)):
         it = GemmProblem(bits, order.scales(bits) + offset, 16, segments, 1, 1, 1, Gpu(row, PROCESSORS), order)
         for layout in gemm_layouts(it):
@@ -172,7 +172,7 @@ def test_every_layout_of_a_grid_matches_fp64_and_repeats(
 @pytest.mark.parametrize("tokens", [3, 30, 70])
 @pytest.mark.parametrize(
     ("bits", "group_size", "order"),
-    [(2, 32, Order.PLANES), (2, 96, Order.PLANES), (4, 128, Order.CODES), (4, 64, Order.GRID)],
+    [(2, 32, Order.PLANES), (2, 96, Order.PLANES), (4, 128, Order.CODES), (4, 64, Order.GRID), (2, 128, Order.GRID)],
 )
 def test_planned_layout_on_odd_shapes(
     bits: int, group_size: int, order: Order, tokens: int, row: Architecture | None

@@ -7,7 +7,7 @@ from torch import Tensor
 from quantkit.formats.bcq import SCALE_BITS, group_width
 from quantkit.formats.planes import unpack_bits
 from quantkit.ops.bcq.layout import TILE_K, is_grid, tile_counts, untile
-from quantkit.ops.bcq.order import Order
+from quantkit.ops.bcq.order import GRID_PLANES, Order
 from tests.ops.bcq.cases import BcqWeight, random_weight
 
 SHAPES = [(16, 256, 128), (33, 72, 64), (20, 576, 128), (7, 40, 8), (48, 520, -1), (16, 640, 320)]
@@ -16,17 +16,19 @@ PLANES = 16
 FIXED_POINT_RTOL = 2.0**-12  # 16-bit planes with one scale per segment of Gaussian x: a few 2^-16, with slack
 
 
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("scale_bits", SCALE_BITS, ids="s{}".format)
+@pytest.mark.parametrize(
+    ("order", "bits", "scale_bits"),
+    [
+        *((order, 3, scale_bits) for order in (Order.PLANES, Order.CODES) for scale_bits in SCALE_BITS),
+        *((Order.GRID, bits, 16) for bits in GRID_PLANES),
+    ],
+)
 @pytest.mark.parametrize("offset", [False, True], ids=["plain", "offset"])
 @pytest.mark.parametrize(("n", "k", "group_size"), SHAPES, ids=SHAPE_IDS)
 def test_restoring_tiles_gives_the_canonical_bits(
-    n: int, k: int, group_size: int, offset: bool, scale_bits: int, order: Order
+    n: int, k: int, group_size: int, offset: bool, order: Order, bits: int, scale_bits: int
 ) -> None:
     grid = order == Order.GRID
-    if grid and scale_bits == 8:
-        pytest.skip("a grid has fp16 scales")
-    bits = 4 if grid else 3
     weight = random_weight(bits, n, k, group_size, offset=offset, scale_bits=scale_bits, equal_steps=grid)
     before, after = weight.stored.named(), untile(weight.tiled(order)).named()
     assert list(after) == list(before)
@@ -35,15 +37,16 @@ def test_restoring_tiles_gives_the_canonical_bits(
         assert torch.equal(after[name], tensor), name
 
 
-def test_a_grid_has_four_planes_whose_scales_double_bit_for_bit() -> None:
-    weight = random_weight(4, 40, 700, 128, offset=True, equal_steps=True)
+@pytest.mark.parametrize("bits", GRID_PLANES)
+def test_a_grid_has_planes_whose_scales_double_bit_for_bit(bits: int) -> None:
+    weight = random_weight(bits, 40, 700, 128, offset=True, equal_steps=True)
     assert is_grid(weight.stored)
     assert weight.tiled(Order.GRID).scale_tiles.shape[3] == 2  # a step and an offset
     other = weight.stored.scales.clone()
-    other[2, 39, 5] *= 1 + 2.0**-10
+    other[-1, 39, 5] *= 1 + 2.0**-10
     assert not is_grid(replace(weight.stored, scales=other))
     assert not is_grid(random_weight(3, 40, 700, 128, offset=True, equal_steps=True).stored)
-    assert not is_grid(random_weight(4, 40, 700, 128, offset=True, scale_bits=8).stored)
+    assert not is_grid(random_weight(bits, 40, 700, 128, offset=True, scale_bits=8).stored)
 
 
 def test_sign_tiles_follow_the_drawing() -> None:

@@ -49,7 +49,7 @@ SIZES = [(1, 1), (256, 16), (768, 48), (448, 112), (1344, 28), (8016, 32)]  # n 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_layout_fits_its_gpu_and_covers_the_weight(sizes: tuple[int, int], row: Architecture) -> None:
     (n_tiles, k_tiles), known = sizes, set(level_units(row))
-    kinds = [*((bits, Order.CODES) for bits in range(1, 9)), (GRID_PLANES, Order.GRID)]
+    kinds = [*((bits, Order.CODES) for bits in range(1, 9)), *((bits, Order.GRID) for bits in GRID_PLANES)]
     for (bits, order), segment, tokens, offset in combinations(kinds, LEVEL_SEGMENTS, (1, 9, 40), (0, 1)):
         entries, gpu = order.scales(bits) + offset, Gpu(row, PROCESSORS)
         it = LevelProblem(bits, entries, 16, segment, n_tiles, k_tiles, tokens, gpu, order)
@@ -64,7 +64,7 @@ def test_every_layout_fits_its_gpu_and_covers_the_weight(sizes: tuple[int, int],
 @pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="CuPy is not installed")
 def test_python_and_cuda_agree_on_the_sizes_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     row, claims = ARCHITECTURES[9, 0], []
-    kinds = [*((bits, Order.CODES) for bits in (1, 2, 3, 4, 8)), (GRID_PLANES, Order.GRID)]
+    kinds = [*((bits, Order.CODES) for bits in (1, 2, 3, 4, 8)), *((bits, Order.GRID) for bits in GRID_PLANES)]
     for (bits, order), segment, offset, tokens in combinations(kinds, LEVEL_SEGMENTS, (0, 1), TOKENS):
         it = LevelProblem(bits, order.scales(bits) + offset, 16, segment, 1, 1, tokens, Gpu(row, 1), order)
         arguments = f"{order.number}, {bits}, {segment}, {tokens}, {int(it.offsets_apart)}, 0"
@@ -134,6 +134,8 @@ def test_every_layout_of_a_grid_matches_fp64_and_repeats(bits: int, n: int, k: i
         (4, 96, Order.GRID),
         (4, 128, Order.GRID),
         (4, 384, Order.GRID),
+        (2, 64, Order.GRID),
+        (2, 128, Order.GRID),
     ],
 )
 def test_odd_shapes(bits: int, group_size: int, order: Order, tokens: int) -> None:
@@ -160,9 +162,10 @@ def test_tokens_do_not_disturb_each_other(dtype: torch.dtype, order: Order) -> N
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
-def test_numbers_of_a_grid_keep_small_outputs_of_large_inputs(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bits", GRID_PLANES)
+def test_numbers_of_a_grid_keep_small_outputs_of_large_inputs(bits: int, dtype: torch.dtype) -> None:
     """Sums of numbers and of x nearly cancel where all of x is alike."""
-    weight = random_weight(4, 96, 4096, 128, offset=True, equal_steps=True)
+    weight = random_weight(bits, 96, 4096, 128, offset=True, equal_steps=True)
     x = (1000 + torch.randn(8, 4096, device=CUDA)).to(dtype)
     y = _multiply(x, weight.to(CUDA).tiled(Order.GRID), None)
     expected, terms = reference(weight, x, None), reference_terms(weight, x)
