@@ -41,7 +41,7 @@ struct GemmProblem {
     const uint4* x;          // in the order of arrange.cuh, token tiles of kTokens; of codes see Products
     const uint16* bias;      // [N] in x's type, or null
     const uint16* residual;  // [M, N], added to the result, or null
-    uint16* y;               // [M, N]
+    uint16* y;               // [M, N], or [M, N / 2] of a gated product
     float* partials;         // sums of shared items [block][kSharedItems][4 sums][thread] float4
     uint32* ready;           // warps that have written or seen these, per shared item; zeros before and behind
     int M, N, K;             // of codes K may be that of an x with zeros behind its columns, of as many k tiles
@@ -55,7 +55,7 @@ struct GemmProblem {
     int tokenTiles, tokenBand;
     int wholeItems;          // a multiple of the blocks, or all
     int splits;              // 1, or 2 blocks of a cluster; partners are not split
-    int activation;          // of activation.cuh, or kNoActivation; before the residual is added
+    int activation;          // of activation.cuh, or kNoActivation; before the residual is added; or kGated + kSilu
 
     __device__ __forceinline__ ItemPlan items() const {
         return {ranges * tokenTiles, wholeItems, (K + kTileK - 1) / kTileK, splits};

@@ -26,7 +26,9 @@ __device__ __forceinline__ void finishSegment(float* acc, const GemmProblem& p, 
     if (isSplit<S>(p)) S::Splits::exchange(acc, mailbox, start + kPhaseSums<S>);
     const WorkItem item = workItem<S::kPartners>(p, itemNumber);
     if (own.tile >= item.nTiles) return;
-    writeTile<S>(acc, p, item.nTile + own.tile, item.tokenTile * S::kTokens, own.lane);
+    const int nTile = item.nTile + own.tile, firstToken = item.tokenTile * S::kTokens;
+    if (isGated(p.activation)) writeGated<S>(acc, p, nTile, firstToken, own.lane);
+    else writeTile<S>(acc, p, nTile, firstToken, own.lane);
 }
 
 template <class S, class Products>

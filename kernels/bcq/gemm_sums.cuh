@@ -135,6 +135,36 @@ __device__ __forceinline__ void packSums(const float* acc, const RowTerms<kDtype
     for (int s = 0; s < kAtOnce; ++s) exchangeInQuad(word[s], place);
 }
 
+// The same of a weight whose rows g are gates and rows g + 8 ups: silu(gate) * up, eight columns of y. In every step of 32 tokens
+// a lane writes those of one.
+template <class S>
+__device__ __forceinline__ void writeGated(const float* acc, const GemmProblem& p, int nTile, int firstToken, int lane) {
+    constexpr int kDtype = S::kDtype, kEights = S::kTokens / 8, kAtOnce = 4;
+    static_assert(kGatedRows == kTileN / kLaneRows, "a lane has the up of its gate");
+    const RowTerms<kDtype> terms(p, nTile, lane);
+    int pitch = p.N / 2, place = lane % kTileQuads;
+    asm volatile("" : "+r"(place), "+r"(pitch));  // as in LanePlace
+    const int column = nTile * kGatedRows, tokens = p.M - firstToken;
+#pragma unroll
+    for (int first = 0; first < kEights; first += kAtOnce) {
+        if (first * 8 >= tokens) break;
+        uint32 word[kAtOnce] = {};
+#pragma unroll
+        for (int i = 0; i < kAtOnce && first + i < kEights; ++i) {
+            const float* sum = acc + 4 * (first + i);
+            const uint32 gate = packPair<kDtype>(sum[0] * terms.factor[0] + terms.bias[0], sum[1] * terms.factor[0] + terms.bias[0]);
+            const uint32 up = packPair<kDtype>(sum[2] * terms.factor[1] + terms.bias[1], sum[3] * terms.factor[1] + terms.bias[1]);
+            const float low = siluInRegisters(shortToFloat(uint16(gate), kDtype));
+            const float high = siluInRegisters(shortToFloat(uint16(gate >> 16), kDtype));
+            word[i] = transposed(multiplyPairs<kDtype>(packPair<kDtype>(low, high), up));
+        }
+        exchangeInQuad(word, place);
+        const int eight = first + place, token = eight * 8 + lane / kTileQuads;
+        const bool writes = eight < kEights && token < tokens && column < pitch && (!isSplit<S>(p) || S::Splits::finishes(eight));
+        store16If(writes, p.y + size_t(firstToken + token) * pitch + column, word[0], word[1], word[2], word[3]);
+    }
+}
+
 // A warp's sums of an n tile -> y, those that this block finishes. Some steps at once, so that none waits for its own last
 // instruction; residuals are asked for ahead, where registers carry them. Both would be waits of the tensor cores.
 template <class S>

@@ -18,9 +18,8 @@
 //                  received from the other block of a cluster: half of [n tile][row][token] fp32
 #pragma once
 #include "codes.cuh"
+#include "outputs.cuh"
 #include "stages.cuh"
-#include "../shared/cluster.cuh"
-#include "../shared/epilogue.cuh"
 #include "../shared/mma.cuh"
 
 constexpr int kLongStep = 4;  // tiles
@@ -61,78 +60,6 @@ __device__ __noinline__ Pass passOf(int pass, int passTiles, int kTiles) {
     for (; found.firstStep >= steps; found.firstStep -= steps) ++found.firstNTile;
     for (; found.stepStride >= steps; found.stepStride -= steps) ++found.nStride;
     return found;
-}
-
-// The parameters of a kernel.
-struct Problem {
-    const uint4* tiles;     // sign tiles
-    const void* scales;     // scale tiles
-    const uint16* factors;  // factor tiles, or null with fp16 scales
-    const uint16* x;        // [M, K], fp16 or bf16
-    const uint16* bias;     // [N] in x's type, or null
-    const uint16* residual; // [M, N], added to the result, or null
-    uint16* y;              // [M, N]
-    int M, N, K;
-    int groups;             // scale groups per row
-    uint32 groupMagic;      // 2^32 over the segments of a group, rounded up; 0 for one
-    int entries;            // scales, and one more with an offset
-    int passTiles;          // k tiles whose records fit into shared memory at once; whole steps
-    int rangeTiles;         // n tiles of a range (a block, or a cluster), one more in the first `longRanges`
-    int longRanges;
-    int dtype;
-    int activation;         // of activation.cuh, or kNoActivation; before the residual is added
-    int vectors;            // every row of x is 16-byte aligned and K % 8 == 0
-    const long long* chosen = nullptr;  // [gridDim.z]: the experts whose bias [experts, N] and row of y a block takes
-    int stages = 1;         // of a warp, 1 or 2, in level_loop.cuh
-};
-
-// Where a block's bias and results are. Read again behind the product, so that they hold no registers meanwhile.
-struct Outputs {
-    const uint16* bias;
-    uint16* y;
-    __device__ __forceinline__ explicit Outputs(const Problem& p) : bias(p.bias), y(p.y) {
-        if (!p.chosen) return;
-        y += size_t(blockIdx.z) * p.N;
-        if (bias) bias += size_t(*static_cast<const volatile long long*>(p.chosen + blockIdx.z)) * p.N;
-    }
-};
-
-// What is left when the sums of a block's n tiles are there: blocks of a cluster exchange theirs, y is written. blockSum(i):
-// what element i [n tile][row][token] adds up to in this block. received: shared memory for the other block's.
-template <class Product, int kThreads, class BlockSum>
-__device__ __forceinline__ void finishTiles(const Problem& p, int firstNTile, int nTiles, int firstToken, Mailbox& mailbox,
-                                            float* received, BlockSum blockSum) {
-    constexpr int kTokens = Product::kTokens, kTileSums = kTileN * kTokens;
-    // Each block of a cluster adds up half of the elements, and gets the other block's part of them. Values are read or
-    // computed again here, so that they take no register before.
-    const uint32 blocks = clusterBlocks(), rank = clusterRank();
-    const int elements = pinned(nTiles) * kTileSums >> (blocks - 1), firstElement = rank * elements;
-    if (blocks > 1) {
-        mailbox.waitForOthers();
-        if (threadIdx.x == 0) mailbox.expect(elements * sizeof(float));
-        const int others = elements - firstElement;
-#pragma unroll 1
-        for (int i = threadIdx.x; i < elements; i += kThreads) {
-            mailbox.send(sharedAddress(received + i), blockSum(others + i), rank ^ 1);
-        }
-    }
-    const Outputs out(p);
-    for (int i = threadIdx.x; i < elements; i += kThreads) {
-        const int place = firstElement + i, nTile = place / kTileSums, element = place % kTileSums;
-        const int n = (firstNTile + nTile) * kTileN + element / kTokens, m = firstToken + element % kTokens;
-        const bool inside = n < p.N && m < p.M;  // records of tokens behind the last were never made
-        const size_t output = size_t(m) * p.N + n;
-        const float shift = inside && out.bias ? shortToFloat(out.bias[n], p.dtype) : 0.0f;
-        const float addend = inside && p.residual ? shortToFloat(p.residual[output], p.dtype) : 0.0f;
-        float value = blockSum(place);
-        if (blocks > 1) {
-            mailbox.receive();  // what is sent is waited for, by some thread at least, also where all is outside
-            value += received[i];
-        }
-        if (!inside) continue;
-        value *= rowFactor<Product::kScaleBits>(p.factors, firstNTile + nTile, element / kTokens);
-        out.y[output] = withEpilogue(out.bias ? value + shift : value, p.activation, p.residual, addend, p.dtype);
-    }
 }
 
 // A whole kernel. Product: kTokens tokens at once, in sets of kSetTokens whose tiles share a record of kRecord bytes;

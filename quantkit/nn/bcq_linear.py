@@ -13,6 +13,7 @@ from quantkit.ops.bcq.arranged import ArrangedInput, InputOrder, ProductInput
 from quantkit.ops.bcq.autotune import ensure_measured
 from quantkit.ops.bcq.bound import arranged_product
 from quantkit.ops.bcq.candidates import multiplies_batches
+from quantkit.ops.bcq.gated import bcq_gated
 from quantkit.ops.bcq.layout import BcqTiles, is_grid, tile, untile
 from quantkit.ops.bcq.op import (
     BcqLinearPrepared,
@@ -87,6 +88,11 @@ def epilogue_forward(
     if isinstance(x, ArrangedInput):
         return arranged_product(_operands(spec, prepared, shape, x.like, bias), x, epilogue)
     return bcq_linear_with_epilogue(_operands(spec, prepared, shape, x, bias), epilogue)
+
+
+def gated_forward(spec: BcqSpec, prepared: Tensors, shape: Shape, x: Tensor) -> Tensor:
+    """silu(gate) * up [..., N / 2] for a prepared weight of ``interleave_gates`` [N, K]."""
+    return bcq_gated(*_operands(spec, prepared, shape, x, None))
 
 
 def input_order(

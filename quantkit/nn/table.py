@@ -11,6 +11,7 @@ from torch import Tensor
 from quantkit.formats.base import Shape, Tensors
 from quantkit.nn import bcq_linear, bipolar_linear, flatten_linear, trellis_linear
 from quantkit.ops.bcq.arranged import InputOrder, ProductInput
+from quantkit.ops.bcq.gated import interleave_gates
 from quantkit.ops.epilogue import Epilogue
 
 Layout = Literal["latency", "batch"]
@@ -36,6 +37,9 @@ class LinearRow:
     prepared_forward: (spec, prepared tensors, shape, x, bias) -> as forward.
     epilogue_forward: (spec, prepared tensors, shape, x, bias, epilogue) -> its epilogue; None where no kernel has one.
     input_order: (the same) -> the order in which epilogue_forward also takes what is like x, or None. With that.
+    interleave_gates: canonical tensors of gates and ups -> the same with both in turn; None where no kernel ends with
+        silu(gate) * up.
+    gated_forward: (spec, prepared tensors of such, shape, x) -> silu(gate) * up [..., N / 2]. With that.
     """
 
     forward: Callable[[Any, Tensors, Tensor, Tensor | None], Tensor]
@@ -45,6 +49,8 @@ class LinearRow:
     prepared_forward: Callable[[Any, Tensors, Shape, Tensor, Tensor | None], Tensor] | None = None
     epilogue_forward: Callable[[Any, Tensors, Shape, ProductInput, Tensor | None, Epilogue], Tensor] | None = None
     input_order: Callable[[Any, Tensors, Shape, Tensor, Tensor | None, Epilogue], InputOrder | None] | None = None
+    interleave_gates: Callable[[Tensors], dict[str, Tensor]] | None = None
+    gated_forward: Callable[[Any, Tensors, Shape, Tensor], Tensor] | None = None
 
     def preparation(self, layout: Layout) -> Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None:
         """``prepare``, or ``prepare_batch`` where that is asked for and there is one."""
@@ -60,6 +66,8 @@ LINEARS: dict[str, LinearRow] = {
         prepared_forward=bcq_linear.prepared_forward,
         epilogue_forward=bcq_linear.epilogue_forward,
         input_order=bcq_linear.input_order,
+        interleave_gates=interleave_gates,
+        gated_forward=bcq_linear.gated_forward,
     ),
     "bipolar": LinearRow(
         forward=bipolar_linear.forward,

@@ -1,4 +1,4 @@
-"""The epilogue of a product: an activation function, then a residual addition, without a kernel of their own."""
+"""The epilogue of a product, without a kernel of its own: an activation, then a residual addition; or gating."""
 
 from __future__ import annotations
 
@@ -11,22 +11,33 @@ from quantkit.ops.activations import ACTIVATIONS
 
 NO_ACTIVATION = -1
 """Where kernels take the number of an activation function."""
+GATED = 1 << 8
+"""Added to the number of a gate's activation function."""
+GATED_ROWS = 8
+"""Gates, and as many ups behind them, that stand together in the rows of a gated product's weight."""
 
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """residual + activation(y) for a product y [..., N].
+    """residual + activation(y) for a product y [..., N]; or gated, activation(gate) * up [..., N / 2].
 
-    activation: of ACTIVATIONS, or None. residual: of y's shape and type, or None.
+    activation: of ACTIVATIONS, or None. residual: of y's shape and type, or None. gated: y is gates and ups in turn,
+    GATED_ROWS of each; of silu and without a residual.
     """
 
     activation: str | None = None
     residual: Tensor | None = None
+    gated: bool = False
 
     @property
     def number(self) -> int:
         """The activation as kernels take it."""
-        return NO_ACTIVATION if self.activation is None else ACTIVATIONS[self.activation].number
+        number = NO_ACTIVATION if self.activation is None else ACTIVATIONS[self.activation].number
+        return number + GATED if self.gated else number
+
+    def width(self, out_features: int) -> int:
+        """Of the result."""
+        return out_features // 2 if self.gated else out_features
 
     def addend(self, y: Tensor) -> Tensor | None:
         """The residual as the kernels read it beside y [M, N]. Raises KernelError where shape or type differ."""
@@ -42,10 +53,15 @@ class Epilogue:
 
 NO_EPILOGUE = Epilogue()
 """y as it is."""
+GATED_SILU = Epilogue("silu", gated=True)
+"""silu(gate) * up."""
 
 
 def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
     """The epilogue of y by torch, every step rounding to y's type: the kernels' bits, up to tanh and exp."""
+    if epilogue.gated:
+        gates, ups = y.unflatten(-1, (-1, 2, GATED_ROWS)).unbind(-2)
+        return (ACTIVATIONS[epilogue.activation or ""].apply(gates) * ups).flatten(-2)
     if epilogue.activation is not None:
         y = ACTIVATIONS[epilogue.activation].apply(y)
     return y if epilogue.residual is None else epilogue.residual.view_as(y) + y

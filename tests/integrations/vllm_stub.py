@@ -16,6 +16,7 @@ SETTINGS = SimpleNamespace(
     parallel_config=SimpleNamespace(pipeline_parallel_size=1),
     scheduler_config=SimpleNamespace(max_num_seqs=256),
     quant_config=None,
+    lora_config=None,
 )
 
 
@@ -90,6 +91,9 @@ class CustomOp(nn.Module):
             return op
 
         return keep
+
+    def forward(self, *given: Any) -> Any:
+        return self.forward_cuda(*given)
 
 
 class RMSNorm(CustomOp):
@@ -215,7 +219,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
     PUT_IN.clear()
-    for name in ("between", "config", "linear", "experts"):
+    for name in ("between", "config", "gated", "linear", "experts"):
         monkeypatch.delitem(sys.modules, f"quantkit.integrations.vllm.{name}", raising=False)
 
 

@@ -16,6 +16,7 @@ from quantkit.ops.registry import OPS, Op
 
 for _family in INSTANCES:
     import_module(f"quantkit.ops.{_family}.op")
+import_module("quantkit.ops.bcq.gated")
 
 NAMES = sorted(OPS)
 

@@ -19,6 +19,7 @@ CHECKED = 4  # samples that torch's own checks run on, which trace each op sever
 RTOL = {
     "bcq_linear": 1e-2,
     "bcq_linear_prepared": 1e-2,
+    "bcq_gated": 1e-2,
     "bcq_experts": 1e-2,
     "trellis_linear": 1e-2,
     "trellis_linear_prepared": 1e-2,
@@ -31,6 +32,7 @@ RTOL = {
 NOT_EXACT_ON_A_GPU = {
     "bcq_linear": "sums in another order",
     "bcq_linear_prepared": "sums in another order",
+    "bcq_gated": "sums in another order",
     "bcq_experts": "sums in another order",
     "trellis_linear": "sums in another order, of planes rounded to 16 bits",
     "trellis_linear_prepared": "sums in another order, of planes rounded to 16 bits",

@@ -59,20 +59,22 @@ class EarlyRMSNorm(RMSNorm):
 
 
 class EarlySiluAndMul(SiluAndMul):
-    """vLLM's SiluAndMul."""
+    """vLLM's SiluAndMul. passes: whether the product before it ends with it."""
 
     def __init__(self, **named: Any):
         ours = _is_ours()
         super().__init__(**(named | {"compile_native": False} if ours else named))
-        self.ours = ours
+        self.ours, self.passes = ours, False
 
     def forward_native(self, x: Tensor) -> Tensor:
-        """silu(gate) * up of x = (gate, up) [..., 2 N]."""
+        """silu(gate) * up of x = (gate, up) [..., 2 N]; x as it is where it passes."""
+        if self.passes:
+            return x
         return gated_halves(x, "silu") if self.ours else SiluAndMul.forward_native(x)
 
     def forward_cuda(self, x: Tensor) -> Tensor:
         """The same."""
-        return self.forward_native(x) if self.ours else super().forward_cuda(x)
+        return self.forward_native(x) if self.ours or self.passes else super().forward_cuda(x)
 
 
 class EarlyRotation(RotaryEmbedding):

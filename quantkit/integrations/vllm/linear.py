@@ -8,7 +8,7 @@ registered when all have come.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +24,21 @@ from quantkit.errors import CheckpointError
 from quantkit.formats.shard import join
 from quantkit.formats.table import format_name
 from quantkit.integrations.vllm import DUMMY_WEIGHTS
+from quantkit.integrations.vllm.gated import activation_behind
 from quantkit.integrations.vllm.parts import Part, Partition, head_part, parts_of
 from quantkit.nn.table import LINEARS, Layout, layout_for
+from quantkit.ops.bcq.gated import can_interleave
 
 if TYPE_CHECKING:
+    from quantkit.integrations.vllm.between import EarlySiluAndMul
     from quantkit.integrations.vllm.config import QuantkitConfig
 
 _LOGGER = init_logger(__name__)
 _FINEST_GROUP = 32  # of the kernels on tensor cores
 _PLAIN = "weight"
 _ATTENTION_INPUTS = {"q": 0, "k": 1, "v": 2}
+_HALVES = 2  # of a layer of gates and ups
+_Joined = tuple[Any, tuple[int, int], dict[str, Tensor]]  # spec, shape and canonical tensors of a product
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,14 @@ class Product:
     """One multiplication of a layer: one stored Linear, or several of one spec.
 
     spec: None in floating point. shape: (N, K). fields: stored or prepared tensors -> the layer's Parameters, by name.
+    gated: whether it ends with silu(gate) * up of its rows.
     """
 
     spec: Any
     shape: tuple[int, int]
     fields: dict[str, str]
     prepared: bool
+    gated: bool = False
 
 
 class QuantkitLinearMethod(LinearMethodBase):
@@ -62,6 +69,7 @@ class QuantkitLinearMethod(LinearMethodBase):
         self.products: tuple[Product, ...] = ()
         self.dummy = False
         self.layout: Layout = "batch"
+        self.sizes: list[int] = []
 
     def create_weights(
         self,
@@ -74,6 +82,7 @@ class QuantkitLinearMethod(LinearMethodBase):
         **_: Any,
     ) -> None:
         """Decide what this rank keeps, and register the names by which vLLM's loaders find it."""
+        self.sizes = output_partition_sizes
         cut = Partition(
             out_features=tuple(output_partition_sizes),
             total=output_size,
@@ -127,7 +136,12 @@ class QuantkitLinearMethod(LinearMethodBase):
             delattr(layer, name)
         runs = [list(run) for _, run in groupby(self.parts, key=lambda part: part.spec)]
         products = [product for run in runs for product in _joined(run)]
-        self.products = tuple(_placed(layer, index, self.layout, *product) for index, product in enumerate(products))
+        activation = self._activation(layer, products)
+        if activation is None:
+            self.products = tuple(_placed(layer, index, self.layout, *found) for index, found in enumerate(products))
+        else:
+            self.products = (_gated(layer, self.layout, *products[0]),)
+            activation.passes = True
         # vLLM's LoRA layers look for this name to learn the device; a plain attribute, no Parameter.
         layer.weight_packed = getattr(layer, next(iter(self.products[0].fields.values()))).data
         self.parts = []
@@ -135,13 +149,23 @@ class QuantkitLinearMethod(LinearMethodBase):
             torch.cuda.synchronize()  # kernels may read weights before their predecessors on the stream have ended
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """y [..., N] for x [..., K]."""
+        """y [..., N] for x [..., K]; of a gated product [..., N / 2]."""
         if len(self.products) == 1:
             return _multiply(layer, self.products[0], x, bias)
         sizes = [product.shape[0] for product in self.products]
         biases = [None] * len(sizes) if bias is None else bias.split(sizes)
         pairs = zip(self.products, biases, strict=True)
         return torch.cat([_multiply(layer, product, x, own) for product, own in pairs], -1)
+
+    def _activation(self, layer: Any, products: list[_Joined]) -> EarlySiluAndMul | None:
+        """The activation that the product of gates and ups can end with, or None where this is no such layer."""
+        spec, _, tensors = products[0]
+        halves = len(products) == 1 and len(self.sizes) == _HALVES and len(set(self.sizes)) == 1
+        if not halves or spec is None or not next(iter(tensors.values())).is_cuda:
+            return None
+        row, biased = LINEARS[format_name(spec)], getattr(layer, "bias", None) is not None
+        can_pair = row.interleave_gates is not None and row.preparation(self.layout) is not None
+        return None if biased or not can_pair or not can_interleave(self.sizes[0]) else activation_behind(layer)
 
     def _index(self, shard_id: str | int | None) -> int:
         if len(self.parts) == 1:
@@ -203,8 +227,8 @@ def _loader(method: QuantkitLinearMethod, name: str) -> Callable[..., None]:
     return load
 
 
-def _joined(run: list[Part]) -> list[tuple[Any, tuple[int, int], dict[str, Tensor]]]:
-    """(spec, shape, tensors) of each product of consecutive Linears of one spec: one, where they can be joined."""
+def _joined(run: list[Part]) -> list[_Joined]:
+    """Each product of consecutive Linears of one spec: one, where they can be joined."""
     held = [part.held or {} for part in run]
     spec, in_features = run[0].spec, run[0].kept_shape[1]
     alone = [(spec, part.kept_shape, tensors) for part, tensors in zip(run, held, strict=True)]
@@ -235,11 +259,21 @@ def _placed(
     return Product(spec, shape, fields, prepared)
 
 
+def _gated(layer: Any, layout: Layout, spec: Any, shape: tuple[int, int], tensors: dict[str, Tensor]) -> Product:
+    """The same of a product of gates and ups that ends with its activation."""
+    interleave_gates = LINEARS[format_name(spec)].interleave_gates
+    assert interleave_gates is not None
+    return replace(_placed(layer, 0, layout, spec, shape, interleave_gates(tensors)), gated=True)
+
+
 def _multiply(layer: Any, product: Product, x: Tensor, bias: Tensor | None) -> Tensor:
     tensors = {name: getattr(layer, own) for name, own in product.fields.items()}
     if product.spec is None:
         return linear(x, tensors[_PLAIN], bias)
     row = LINEARS[format_name(product.spec)]
+    if product.gated:
+        assert row.gated_forward is not None
+        return row.gated_forward(product.spec, tensors, product.shape, x)
     if product.prepared:
         assert row.prepared_forward is not None
         return row.prepared_forward(product.spec, tensors, product.shape, x, bias)

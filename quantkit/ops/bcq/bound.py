@@ -40,7 +40,7 @@ class BoundProduct:
     """A product of one weight and a number of tokens, but for x, y, a residual and the work memory.
 
     arrange: puts x in the order of the products, at the beginning of the work memory; None where they take x as it is.
-    order: that one, or None.
+    order: that one, or None. width: of y.
     box: rows and columns of the boxes in which the kernel copies x, None where it takes a pointer. work_bytes: of x in
     order and of what blocks share. partials: where sums begin in the work memory. counts: 0 where blocks share nothing.
     """
@@ -48,7 +48,7 @@ class BoundProduct:
     launch: FixedLaunch
     arrange: FixedLaunch | None
     order: InputOrder | None
-    out_features: int
+    width: int
     box: tuple[int, int] | None
     work_bytes: int
     partials: int
@@ -76,7 +76,7 @@ class BoundProduct:
 
     def _multiply(self, like: Tensor, address: int, work: int, encoded: bytes, epilogue: Epilogue) -> Tensor:
         """y of x, which is at an address; like: of its shape, type and device."""
-        y = like.new_empty(*like.shape[:-1], self.out_features)
+        y = like.new_empty(*like.shape[:-1], self.width)
         words = [y.data_ptr()]
         if self.box is None:
             words.append(address)
@@ -145,7 +145,7 @@ def _found(op: BcqLinearPrepared, epilogue: Epilogue) -> BoundProduct | None:
         return None
     pointers = op.tiles.data_ptr(), op.scale_tiles.data_ptr(), _address(bias), _address(op.factor_tiles)
     shapes = op.tiles.shape, op.scale_tiles.shape, op.out_features, op.group_size, op.order, op.weights_ready
-    key = x.device, x.dtype, tokens, columns, *pointers, *shapes, epilogue.activation, epilogue.residual is None
+    key = x.device, x.dtype, tokens, columns, *pointers, *shapes, epilogue.number, epilogue.residual is None
     if key not in _products:
         if len(_products) >= MOST_FIXED:
             forget_products()
@@ -185,4 +185,5 @@ def _bind(op: BcqLinearPrepared, tokens: int, epilogue: Epilogue) -> BoundProduc
         *(("xMap",) if mapped else ()),
     )
     box = (mapped.box_rows, mapped.box_columns) if isinstance(mapped, TensorMap) else None
-    return BoundProduct(multiply.fixed(*names), arrange, order, weight.out_features, box, work_bytes, partials, counts)
+    width = epilogue.width(weight.out_features)
+    return BoundProduct(multiply.fixed(*names), arrange, order, width, box, work_bytes, partials, counts)

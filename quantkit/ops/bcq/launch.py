@@ -33,7 +33,8 @@ from quantkit.ops.bcq.layout import BcqTiles, tile_counts
 from quantkit.ops.bcq.level_gemv import level_gemv
 from quantkit.ops.bcq.plan import plan_gemv
 from quantkit.ops.bcq.product import Product, activation_segment, group_magic, weight_args
-from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue, apply_epilogue
+from quantkit.ops.decode.op import gated_halves
+from quantkit.ops.epilogue import GATED_ROWS, NO_EPILOGUE, Epilogue, apply_epilogue
 
 _WORD = 32
 
@@ -150,7 +151,7 @@ def product(
     weights_ready: bool = False,
     epilogue: Epilogue = NO_EPILOGUE,
 ) -> Tensor:
-    """y [M, N] = the epilogue of x [M, K] W^T + bias through the named kernel; weights_ready: see Product.
+    """y = the epilogue of x [M, K] W^T + bias through the named kernel; y and weights_ready: see Product.
 
     Raises KernelError for an unknown kernel, or one that cannot run these shapes or types on this GPU.
     """
@@ -171,8 +172,17 @@ def product(
     bias = None if bias is None else bias.to(x.dtype)
     gemv = _PRODUCTS.get(kernel)
     if gemv is None:
-        return apply_epilogue(linear(x, dequantize_tiles(weight, x.dtype), bias), epilogue)
+        return _epilogue_apart(linear(x, dequantize_tiles(weight, x.dtype), bias), epilogue)
+    if epilogue.gated and kernel == Kernel.BCQ_LUT_GEMV:
+        return _epilogue_apart(gemv(Product.of(x, weight, bias, weights_ready=weights_ready)), epilogue)
     return gemv(Product.of(x, weight, bias, epilogue=epilogue, weights_ready=weights_ready))
+
+
+def _epilogue_apart(y: Tensor, epilogue: Epilogue) -> Tensor:
+    """The epilogue of y [M, N] in kernels of their own."""
+    if not epilogue.gated:
+        return apply_epilogue(y, epilogue)
+    return gated_halves(y.view(-1, 2 * GATED_ROWS), str(epilogue.activation)).view(len(y), -1)
 
 
 _PRODUCTS: dict[str, Callable[[Product], Tensor]] = {

@@ -9,7 +9,7 @@ Factors come with 8-bit scales and are None with fp16 ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product as pairs
 from typing import NamedTuple
@@ -146,12 +146,12 @@ def _product(
 ) -> Tensor:
     flat = x.reshape(-1, x.shape[-1]).contiguous()
     if not flat.shape[0]:
-        return x.new_empty(*x.shape[:-1], weight.out_features)
+        return x.new_empty(*x.shape[:-1], epilogue.width(weight.out_features))
     if implementation == AUTO:
         sizes = weight.weight_bits, weight.out_features, weight.group_size, weight.scale_bits
         implementation = choose(flat, *sizes, order=weight.order)
     y = product(implementation, flat, weight, bias, weights_ready=weights_ready, epilogue=epilogue)
-    return y.view(*x.shape[:-1], weight.out_features)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def bcq_linear_with_epilogue(op: BcqLinearPrepared, epilogue: Epilogue) -> Tensor:
@@ -162,10 +162,16 @@ def bcq_linear_with_epilogue(op: BcqLinearPrepared, epilogue: Epilogue) -> Tenso
     x = op.x
     if not x.is_cuda:
         return apply_epilogue(bcq_linear_reference(x, untile(op.weight), op.bias, op.group_size), epilogue)
-    y = bound_product(op, epilogue)
+    return with_epilogue_cuda(op, epilogue)
+
+
+def with_epilogue_cuda(op: BcqLinearPrepared, epilogue: Epilogue) -> Tensor:
+    """The same of tensors on a GPU, by the op's implementation."""
+    y = bound_product(op, epilogue) if op.implementation == AUTO else None
     if y is not None:
         return y
-    return _product(x, op.weight, op.bias, weights_ready=op.weights_ready, epilogue=epilogue)
+    weights_ready = op.weights_ready
+    return _product(op.x, op.weight, op.bias, op.implementation, weights_ready=weights_ready, epilogue=epilogue)
 
 
 def bcq_input_order(op: BcqLinearPrepared, epilogue: Epilogue) -> InputOrder | None:
@@ -175,13 +181,6 @@ def bcq_input_order(op: BcqLinearPrepared, epilogue: Epilogue) -> InputOrder | N
 
 def _linear_cuda(op: BcqLinear) -> Tensor:
     return _product(op.x, tile(op.stored, op.x.shape[-1], op.group_size), op.bias, weights_ready=False)
-
-
-def _prepared_cuda(op: BcqLinearPrepared) -> Tensor:
-    y = bound_product(op) if op.implementation == AUTO else None
-    if y is not None:
-        return y
-    return _product(op.x, op.weight, op.bias, op.implementation, weights_ready=op.weights_ready)
 
 
 def _dequantize_reference(op: BcqDequantize) -> Tensor:
@@ -212,9 +211,9 @@ def _experts_reference(op: BcqExperts) -> Tensor:
 _SAMPLE_SHAPES = ((40, 328, 64), (257, 1000, 128), (50, 520, 40), (20, 100, ROW_WISE), (50, 24700, 128))
 
 
-def _linear_samples() -> Iterator[BcqLinear]:
+def linear_samples(shapes: Sequence[tuple[int, int, int]] = _SAMPLE_SHAPES) -> Iterator[BcqLinear]:
     """Every kernel takes some: tokens for each GEMV, groups of whole words and of bytes, both kinds of scales."""
-    for bits, ((n, k, group_size), tokens) in enumerate(pairs(_SAMPLE_SHAPES, (1, 2, 5, 20))):
+    for bits, ((n, k, group_size), tokens) in enumerate(pairs(shapes, (1, 2, 5, 20))):
         groups, weight_bits = group_count(group_size, k), bits % 4 + 1
         signs, x = pack_bits(torch.randint(0, 2, (weight_bits, n, k))), torch.randn(tokens, k).half()
         scales, offset = (torch.rand(weight_bits, n, groups) * 0.02).half(), (torch.randn(n, groups) * 0.01).half()
@@ -224,7 +223,7 @@ def _linear_samples() -> Iterator[BcqLinear]:
     yield BcqLinear(x.float(), signs, scales, None, None, group_size)
 
 
-def _batch_samples(op: BcqLinear) -> Iterator[BcqTiles]:
+def batch_samples(op: BcqLinear) -> Iterator[BcqTiles]:
     """The weight in the orders for batches; that of a grid has the steps of plane 0."""
     yield tile(op.stored, op.x.shape[-1], op.group_size, order=Order.CODES)
     if len(op.scales) in GRID_PLANES and op.scale_factors is None:
@@ -233,7 +232,7 @@ def _batch_samples(op: BcqLinear) -> Iterator[BcqTiles]:
 
 
 def _prepared_samples() -> Iterator[BcqLinearPrepared]:
-    for number, op in enumerate(_linear_samples()):
+    for number, op in enumerate(linear_samples()):
         weight = tile(op.stored, op.x.shape[-1], op.group_size)
         stored = weight.tiles, weight.scale_tiles, op.bias, weight.out_features, op.group_size
         whole_words = op.group_size == ROW_WISE or op.group_size % 32 == 0
@@ -242,14 +241,14 @@ def _prepared_samples() -> Iterator[BcqLinearPrepared]:
         yield BcqLinearPrepared(op.x, *stored, str(names[number % len(names)]), False, weight.factor_tiles)
         if whole_words:
             name = str(Kernel.BCQ_LEVEL_GEMV) if short and number % 2 else AUTO
-            for other in _batch_samples(op):
+            for other in batch_samples(op):
                 held = other.tiles, other.scale_tiles, *stored[2:]
                 yield BcqLinearPrepared(op.x, *held, name, False, other.factor_tiles, other.order.value)
 
 
 def _experts_samples() -> Iterator[BcqExperts]:
     """Experts of one token, of all and of none; a choice of no expert; products of one input and of one each."""
-    for number, op in enumerate(_linear_samples()):
+    for number, op in enumerate(linear_samples()):
         whole_words = op.group_size == ROW_WISE or op.group_size % 32 == 0
         if op.x.dtype == torch.float32 or not whole_words:
             continue
@@ -266,8 +265,8 @@ def _experts_samples() -> Iterator[BcqExperts]:
 
 
 def _dequantize_samples() -> Iterator[BcqDequantize]:
-    for op, dtype in zip(_linear_samples(), (torch.float16, torch.bfloat16, torch.float32) * 3, strict=False):
-        for weight in (tile(op.stored, op.x.shape[-1], op.group_size), *_batch_samples(op)):
+    for op, dtype in zip(linear_samples(), (torch.float16, torch.bfloat16, torch.float32) * 3, strict=False):
+        for weight in (tile(op.stored, op.x.shape[-1], op.group_size), *batch_samples(op)):
             shape = weight.out_features, weight.in_features
             held = weight.tiles, weight.scale_tiles
             yield BcqDequantize(*held, *shape, op.group_size, dtype, weight.factor_tiles, weight.order.value)
@@ -279,13 +278,13 @@ bcq_linear = define_op(
     reference=lambda op: bcq_linear_reference(op.x, op.stored, op.bias, op.group_size),
     cuda=_linear_cuda,
     fake=lambda op: op.x.new_empty(*op.x.shape[:-1], op.signs.shape[1]),
-    samples=_linear_samples,
+    samples=linear_samples,
 )
 bcq_linear_prepared = define_op(
     "bcq_linear_prepared",
     BcqLinearPrepared,
     reference=lambda op: bcq_linear_reference(op.x, untile(op.weight), op.bias, op.group_size),
-    cuda=_prepared_cuda,
+    cuda=lambda op: with_epilogue_cuda(op, NO_EPILOGUE),
     fake=lambda op: op.x.new_empty(*op.x.shape[:-1], op.out_features),
     samples=_prepared_samples,
 )

@@ -19,7 +19,7 @@ from quantkit.ops.epilogue import NO_EPILOGUE, Epilogue
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """y [M, N] = the epilogue of x [M, K] W^T + bias. x: contiguous fp16 or bf16. bias: in x's type.
+    """y [M, N], or gated [M, N / 2], = the epilogue of x [M, K] W^T + bias. x: contiguous, 16 bits. bias: in x's type.
 
     weights_ready: nothing queued on the GPU still writes the weight, so it may be read before the previous kernel ends.
     """
@@ -42,7 +42,7 @@ class Product:
         weights_ready: bool = False,
     ) -> Product:
         """With room for y."""
-        y = torch.empty(x.shape[0], weight.out_features, dtype=x.dtype, device=x.device)
+        y = torch.empty(x.shape[0], epilogue.width(weight.out_features), dtype=x.dtype, device=x.device)
         return cls(x, weight, bias, y, epilogue, weights_ready)
 
     def args(self) -> dict[str, Argument]:
