@@ -143,5 +143,5 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
         }
         return sum;
     };
-    finishTiles<Product, kThreads>(p, firstNTile, nTiles, firstToken, mailbox, sums + slots * kWarps * kTileSums, blockSum);
+    finishTiles<Product, kThreads, true>(p, firstNTile, nTiles, firstToken, mailbox, sums + slots * kWarps * kTileSums, blockSum);
 }

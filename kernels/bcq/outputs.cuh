@@ -40,14 +40,14 @@ struct Outputs {
 
 // Of the elements [n tile][row][token] of n tiles, which a block of a cluster adds up: a half, or all. Of a gated product those of
 // gates, then those of their ups.
-template <int kTokens>
+template <int kTokens, bool kGates>
 struct OwnElements {
     static constexpr int kTileSums = kTileN * kTokens, kTileGates = kGatedRows * kTokens;
     int count;
     bool gated;
 
     __device__ __forceinline__ OwnElements(const Problem& p, int nTiles, uint32 blocks)
-        : count(pinned(nTiles) * kTileSums >> (blocks - 1)), gated(isGated(p.activation)) {}
+        : count(pinned(nTiles) * kTileSums >> (blocks - 1)), gated(kGates && isGated(p.activation)) {}
     // Which element the i-th of a block is.
     __device__ __forceinline__ int at(uint32 rank, int i) const {
         if (!gated) return rank * count + i;
@@ -58,7 +58,7 @@ struct OwnElements {
 
 // The end of a gated product. sumOf(i): what the i-th of the block's elements adds up to in all blocks.
 template <class Product, int kThreads, class SumOf>
-__device__ __forceinline__ void finishGated(const Problem& p, const OwnElements<Product::kTokens>& own, uint32 rank, int firstNTile,
+__device__ __forceinline__ void finishGated(const Problem& p, const OwnElements<Product::kTokens, true>& own, uint32 rank, int firstNTile,
                                            int firstToken, SumOf sumOf) {
     constexpr int kTokens = Product::kTokens, kTileSums = kTileN * kTokens;
     const Outputs out(p);
@@ -80,15 +80,16 @@ __device__ __forceinline__ void finishGated(const Problem& p, const OwnElements<
 }
 
 // What is left when the sums of a block's n tiles are there: blocks of a cluster exchange theirs, y is written. blockSum(i):
-// what element i [n tile][row][token] adds up to in this block. received: shared memory for the other block's.
-template <class Product, int kThreads, class BlockSum>
+// what element i [n tile][row][token] adds up to in this block. received: shared memory for the other block's. kGates: whether
+// products may be gated, which some kernels' registers do not carry.
+template <class Product, int kThreads, bool kGates = false, class BlockSum>
 __device__ __forceinline__ void finishTiles(const Problem& p, int firstNTile, int nTiles, int firstToken, Mailbox& mailbox,
                                             float* received, BlockSum blockSum) {
     constexpr int kTokens = Product::kTokens, kTileSums = kTileN * kTokens;
     // Each block of a cluster adds up half of the elements, and gets the other block's part of them. Values are read or
     // computed again here, so that they take no register before.
     const uint32 blocks = clusterBlocks(), rank = clusterRank();
-    const OwnElements<kTokens> own(p, nTiles, blocks);
+    const OwnElements<kTokens, kGates> own(p, nTiles, blocks);
     if (blocks > 1) {
         mailbox.waitForOthers();
         if (threadIdx.x == 0) mailbox.expect(own.count * sizeof(float));
@@ -97,13 +98,15 @@ __device__ __forceinline__ void finishTiles(const Problem& p, int firstNTile, in
             mailbox.send(sharedAddress(received + i), blockSum(own.at(rank ^ 1, i)), rank ^ 1);
         }
     }
-    if (own.gated) {
-        if (blocks > 1) mailbox.receive();
-        finishGated<Product, kThreads>(p, own, rank, firstNTile, firstToken, [&](int i) {
-            const float sum = blockSum(own.at(rank, i));
-            return blocks > 1 ? sum + received[i] : sum;
-        });
-        return;
+    if constexpr (kGates) {
+        if (own.gated) {
+            if (blocks > 1) mailbox.receive();
+            finishGated<Product, kThreads>(p, own, rank, firstNTile, firstToken, [&](int i) {
+                const float sum = blockSum(own.at(rank, i));
+                return blocks > 1 ? sum + received[i] : sum;
+            });
+            return;
+        }
     }
     const Outputs out(p);
     for (int i = threadIdx.x; i < own.count; i += kThreads) {

@@ -21,6 +21,7 @@ from quantkit.cuda.tensor_map import TensorMap, encoded_map
 from quantkit.errors import KernelError
 from quantkit.ops.bcq.arranged import ArrangedInput, InputOrder
 from quantkit.ops.bcq.autotune import choose, forgotten_with_the_table
+from quantkit.ops.bcq.candidates import GATING
 from quantkit.ops.bcq.gemm import FUSED, VECTOR_VALUES
 from quantkit.ops.bcq.gemm_launch import gemm_input_order, gemm_launches, gemm_work
 from quantkit.ops.bcq.launch import tensor_core_launch
@@ -101,7 +102,7 @@ def forget_products() -> None:
 def bound_product(op: BcqLinearPrepared, epilogue: Epilogue = NO_EPILOGUE) -> Tensor | None:
     """The epilogue of the op's result.
 
-    None for what goes the usual way: look-ups, dequantized weights, x in need of a copy.
+    None for what goes the usual way: look-ups, dequantized weights, x in need of a copy, gates of kernels without such.
 
     Raises KernelError as the usual way does.
     """
@@ -161,6 +162,8 @@ def _bind(op: BcqLinearPrepared, tokens: int, epilogue: Epilogue) -> BoundProduc
     x, weight = op.x.new_empty(tokens, op.x.shape[-1]), op.weight  # where x is comes with every call
     sizes = weight.weight_bits, weight.out_features, weight.group_size, weight.scale_bits
     kernel, gpu = choose(x, *sizes, order=weight.order), gpu_of(x.device)
+    if epilogue.gated and kernel not in GATING:
+        return None
     product = Product.of(x, weight, op.bias, epilogue=epilogue, weights_ready=op.weights_ready)
     launches: tuple[Launch, ...] = ()
     order, work_bytes, partials, counts = None, 0, 0, 0

@@ -16,6 +16,8 @@ _WORD = 32
 OF_PLANES = tuple(kernel for kernel in SOURCES if kernel != Kernel.BCQ_LEVEL_GEMV)
 """Kernels that read the order for latency."""
 _OF_BATCHES = (Kernel.BCQ_LEVEL_GEMV, *FUSED, Kernel.BCQ_DEQUANTIZE)  # kernels that read those for batches
+GATING = (Kernel.BCQ_LEVEL_GEMV, *FUSED)
+"""Kernels whose product may end with silu(gate) * up."""
 _GEMV_TYPES = (torch.float16, torch.bfloat16)
 
 

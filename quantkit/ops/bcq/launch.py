@@ -14,7 +14,7 @@ from quantkit.cuda.device import Gpu, gpu_of
 from quantkit.cuda.launch import DTYPE_CODES, Launch
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import group_width
-from quantkit.ops.bcq.candidates import candidates
+from quantkit.ops.bcq.candidates import GATING, candidates
 from quantkit.ops.bcq.gemm_launch import gemm
 from quantkit.ops.bcq.instances import (
     DEQUANTIZE_THREADS,
@@ -173,7 +173,7 @@ def product(
     gemv = _PRODUCTS.get(kernel)
     if gemv is None:
         return _epilogue_apart(linear(x, dequantize_tiles(weight, x.dtype), bias), epilogue)
-    if epilogue.gated and kernel == Kernel.BCQ_LUT_GEMV:
+    if epilogue.gated and kernel not in GATING:
         return _epilogue_apart(gemv(Product.of(x, weight, bias, weights_ready=weights_ready)), epilogue)
     return gemv(Product.of(x, weight, bias, epilogue=epilogue, weights_ready=weights_ready))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -93,36 +93,35 @@ def _run(it: Product, launches: Sequence[Launch]) -> Tensor:
     return it.y
 
 
-def _orders() -> Iterator[tuple[BcqTiles, torch.dtype]]:
-    for bits, order, dtype in (
-        (4, Order.GRID, torch.float16),
-        (4, Order.CODES, torch.bfloat16),
-        (3, Order.PLANES, torch.float16),
-    ):
-        grid = order == Order.GRID
-        yield random_weight(bits, 336, 1300, 128, offset=True, equal_steps=grid).to(CUDA).tiled(order), dtype
+ORDERS = {Order.GRID: (4, torch.float16), Order.CODES: (4, torch.bfloat16), Order.PLANES: (3, torch.float16)}
+
+
+def _weight(order: Order) -> tuple[BcqTiles, torch.dtype]:
+    bits, dtype = ORDERS[order]
+    weight = random_weight(bits, 336, 1300, 128, offset=True, equal_steps=order == Order.GRID)
+    return weight.to(CUDA).tiled(order), dtype
 
 
 @pytest.mark.cuda
 @pytest.mark.sanitize
 @pytest.mark.parametrize("row", GENERATIONS.values(), ids=GENERATIONS)
 @pytest.mark.parametrize("tokens", [3, 30, 70, 130, 300])
-def test_every_layout_of_the_fused_product_gates_to_the_bit(tokens: int, row: Architecture | None) -> None:
-    own = gpu_of(CUDA)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_layout_of_the_fused_product_gates_to_the_bit(
+    order: Order, tokens: int, row: Architecture | None
+) -> None:
+    own, (weight, dtype) = gpu_of(CUDA), _weight(order)
     gpu = own if row is None else Gpu(row, own.processors)
-    for weight, dtype in _orders():
-        for layout in gemm_layouts(gemm_problem(weight, tokens, gpu)):
-            _agree(weight, tokens, dtype, lambda it, layout=layout: _run(it, gemm_launches(it, gpu, layout)))
+    for layout in gemm_layouts(gemm_problem(weight, tokens, gpu)):
+        _agree(weight, tokens, dtype, lambda it, layout=layout: _run(it, gemm_launches(it, gpu, layout)))
 
 
 @pytest.mark.cuda
 @pytest.mark.sanitize
 @pytest.mark.parametrize("tokens", [1, 9, 33])
-def test_every_layout_of_the_gemv_for_batches_gates_to_the_bit(tokens: int) -> None:
-    gpu = gpu_of(CUDA)
-    for weight, dtype in _orders():
-        if not weight.order.for_batches:
-            continue
-        x, _ = _inputs(weight, tokens, dtype)
-        for layout in level_layouts(level_problem(Product.of(x, weight, None), gpu)):
-            _agree(weight, tokens, dtype, lambda it, layout=layout: _run(it, [level_launch(it, gpu, layout)]))
+@pytest.mark.parametrize("order", [order for order in ORDERS if order.for_batches])
+def test_every_layout_of_the_gemv_for_batches_gates_to_the_bit(order: Order, tokens: int) -> None:
+    gpu, (weight, dtype) = gpu_of(CUDA), _weight(order)
+    x, _ = _inputs(weight, tokens, dtype)
+    for layout in level_layouts(level_problem(Product.of(x, weight, None), gpu)):
+        _agree(weight, tokens, dtype, lambda it, layout=layout: _run(it, [level_launch(it, gpu, layout)]))
