@@ -11,29 +11,36 @@ from quantkit.ops.activations import ACTIVATIONS
 
 NO_ACTIVATION = -1
 """Where kernels take the number of an activation function."""
+GATE = "silu"
+"""The activation function of gates."""
 GATED = 1 << 8
-"""Added to the number of a gate's activation function."""
+"""Added to its number where kernels take it with the product of gates and ups."""
 GATED_ROWS = 8
 """Gates, and as many ups behind them, that stand together in the rows of a gated product's weight."""
 
 
 @dataclass(frozen=True, eq=False)
 class Epilogue:
-    """residual + activation(y) for a product y [..., N]; or gated, activation(gate) * up [..., N / 2].
+    """residual + activation(y) for a product y [..., N]; or gated, silu(gate) * up [..., N / 2].
 
     activation: of ACTIVATIONS, or None. residual: of y's shape and type, or None. gated: y is gates and ups in turn,
-    GATED_ROWS of each; of silu and without a residual.
+    GATED_ROWS of each. Raises KernelError for one that is gated and something else.
     """
 
     activation: str | None = None
     residual: Tensor | None = None
     gated: bool = False
 
+    def __post_init__(self) -> None:
+        if self.gated and (self.activation is not None or self.residual is not None):
+            raise KernelError("a gated product has no other activation, and no residual")
+
     @property
     def number(self) -> int:
         """The activation as kernels take it."""
-        number = NO_ACTIVATION if self.activation is None else ACTIVATIONS[self.activation].number
-        return number + GATED if self.gated else number
+        if self.gated:
+            return GATED + ACTIVATIONS[GATE].number
+        return NO_ACTIVATION if self.activation is None else ACTIVATIONS[self.activation].number
 
     def width(self, out_features: int) -> int:
         """Of the result."""
@@ -53,7 +60,7 @@ class Epilogue:
 
 NO_EPILOGUE = Epilogue()
 """y as it is."""
-GATED_SILU = Epilogue("silu", gated=True)
+GATED_SILU = Epilogue(gated=True)
 """silu(gate) * up."""
 
 
@@ -61,7 +68,7 @@ def apply_epilogue(y: Tensor, epilogue: Epilogue) -> Tensor:
     """The epilogue of y by torch, every step rounding to y's type: the kernels' bits, up to tanh and exp."""
     if epilogue.gated:
         gates, ups = y.unflatten(-1, (-1, 2, GATED_ROWS)).unbind(-2)
-        return (ACTIVATIONS[epilogue.activation or ""].apply(gates) * ups).flatten(-2)
+        return (ACTIVATIONS[GATE].apply(gates) * ups).flatten(-2)
     if epilogue.activation is not None:
         y = ACTIVATIONS[epilogue.activation].apply(y)
     return y if epilogue.residual is None else epilogue.residual.view_as(y) + y

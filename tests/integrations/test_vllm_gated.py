@@ -82,6 +82,31 @@ class Twice(Network):
         return torch.cat((self.down_proj(self.act_fn(x))[0], x), -1)
 
 
+class Whole(Network):
+    """One that hands on all that the layer gives."""
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        given = self.gate_up_proj(x)
+        return self.down_proj(self.act_fn(given[0])), given
+
+
+class Other(Network):
+    """One whose activation gets what the layer calls a bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, x = self.gate_up_proj(x)
+        x, _ = self.down_proj(self.act_fn(x))
+        return x
+
+
+class Again(Network):
+    """One that takes its activation for something else, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated = self.act_fn(self.gate_up_proj(x)[0])
+        return torch.cat((self.down_proj(gated)[0], self.act_fn(x)), -1)
+
+
 class Asking(Network):
     """One that asks for numbers of its inputs."""
 
@@ -123,7 +148,7 @@ def test_a_cpu_keeps_the_product_and_the_activation_apart() -> None:
     assert network(torch.randn(TOKENS, K)).shape == (TOKENS, WIDTH)
 
 
-@pytest.mark.parametrize("cls", [Network, Nested, Clamped, Twice, Asking])
+@pytest.mark.parametrize("cls", [Network, Nested, Clamped, Twice, Whole, Other, Again, Asking])
 def test_the_code_of_a_network_says_whether_the_activation_gets_all_and_nothing_else(cls: type[Network]) -> None:
     from quantkit.integrations.vllm.gated import activation_behind
 
@@ -131,6 +156,15 @@ def test_the_code_of_a_network_says_whether_the_activation_gets_all_and_nothing_
     assert activation_behind(network.gate_up_proj) is (network.act_fn if cls in (Network, Nested) else None)
     assert activation_behind(network.down_proj) is None
     assert activation_behind(Behind()) is None  # that no module holds
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "act_fn"])
+def test_what_several_modules_hold_stays_apart(name: str) -> None:
+    from quantkit.integrations.vllm.gated import activation_behind
+
+    network, other = built((BCQ, BCQ), "cpu"), nn.Module()
+    other.add_module(name, getattr(network, name))
+    assert activation_behind(network.gate_up_proj) is None
 
 
 def test_adapters_keep_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ class LinearBase(nn.Module):
     def __init__(self, rank: int = 0, ranks: int = 1, replicas: int = 1):
         super().__init__()
         self.tp_rank, self.tp_size, self.num_kv_head_replicas = rank, ranks, replicas
+        self.bias: Tensor | None = None
 
 
 class UnquantizedLinearMethod:

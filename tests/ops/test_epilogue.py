@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -75,6 +77,14 @@ def test_the_cpu_applies_it_to_the_reference_product() -> None:
 def test_a_residual_of_another_kind_is_refused(residual: Tensor) -> None:
     with pytest.raises(KernelError, match="cannot be added"):
         Epilogue(residual=residual).addend(torch.zeros(1, 25).half())
+
+
+@pytest.mark.parametrize(
+    "other", [{"activation": "gelu"}, {"residual": torch.zeros(1, 8)}], ids=["function", "residual"]
+)
+def test_a_gated_product_has_nothing_else_behind_it(other: dict[str, Any]) -> None:
+    with pytest.raises(KernelError, match="gated"):
+        Epilogue(gated=True, **other)
 
 
 @pytest.mark.cuda

@@ -163,9 +163,8 @@ class QuantkitLinearMethod(LinearMethodBase):
         halves = len(products) == 1 and len(self.sizes) == _HALVES and len(set(self.sizes)) == 1
         if not halves or spec is None or not next(iter(tensors.values())).is_cuda:
             return None
-        row, biased = LINEARS[format_name(spec)], getattr(layer, "bias", None) is not None
-        can_pair = row.interleave_gates is not None and row.preparation(self.layout) is not None
-        return None if biased or not can_pair or not can_interleave(self.sizes[0]) else activation_behind(layer)
+        gates = LINEARS[format_name(spec)].interleave_gates is not None and can_interleave(self.sizes[0])
+        return activation_behind(layer) if gates and layer.bias is None else None
 
     def _index(self, shard_id: str | int | None) -> int:
         if len(self.parts) == 1:

@@ -15,9 +15,9 @@ from quantkit.ops.bcq.order import Order
 _WORD = 32
 OF_PLANES = tuple(kernel for kernel in SOURCES if kernel != Kernel.BCQ_LEVEL_GEMV)
 """Kernels that read the order for latency."""
-_OF_BATCHES = (Kernel.BCQ_LEVEL_GEMV, *FUSED, Kernel.BCQ_DEQUANTIZE)  # kernels that read those for batches
 GATING = (Kernel.BCQ_LEVEL_GEMV, *FUSED)
 """Kernels whose product may end with silu(gate) * up."""
+_OF_BATCHES = (*GATING, Kernel.BCQ_DEQUANTIZE)  # kernels that read those for batches
 _GEMV_TYPES = (torch.float16, torch.bfloat16)
 
 

@@ -34,8 +34,7 @@ def interleave_gates(tensors: Tensors) -> dict[str, Tensor]:
     """Canonical bcq tensors of N / 2 gates and then as many ups -> with both in turn, GATED_ROWS of each."""
     scales = tensors["scales"]
     order = torch.arange(scales.shape[1], device=scales.device).view(2, -1, GATED_ROWS).transpose(0, 1).flatten()
-    along = {"signs": 1, "scales": 1}
-    return {name: tensor.index_select(along.get(name, 0), order) for name, tensor in tensors.items()}
+    return {name: tensor.index_select(-2, order) for name, tensor in tensors.items()}
 
 
 # N, K, group size, as those of bcq_linear; N is whole tiles

@@ -34,7 +34,7 @@ from quantkit.ops.bcq.level_gemv import level_gemv
 from quantkit.ops.bcq.plan import plan_gemv
 from quantkit.ops.bcq.product import Product, activation_segment, group_magic, weight_args
 from quantkit.ops.decode.op import gated_halves
-from quantkit.ops.epilogue import GATED_ROWS, NO_EPILOGUE, Epilogue, apply_epilogue
+from quantkit.ops.epilogue import GATE, GATED_ROWS, NO_EPILOGUE, Epilogue, apply_epilogue
 
 _WORD = 32
 
@@ -182,7 +182,7 @@ def _epilogue_apart(y: Tensor, epilogue: Epilogue) -> Tensor:
     """The epilogue of y [M, N] in kernels of their own."""
     if not epilogue.gated:
         return apply_epilogue(y, epilogue)
-    return gated_halves(y.view(-1, 2 * GATED_ROWS), str(epilogue.activation)).view(len(y), -1)
+    return gated_halves(y.view(-1, 2 * GATED_ROWS), GATE).view(len(y), -1)
 
 
 _PRODUCTS: dict[str, Callable[[Product], Tensor]] = {
