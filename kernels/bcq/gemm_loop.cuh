@@ -10,25 +10,33 @@ __device__ __forceinline__ uint32 sumBytes(const GemmProblem& p) {
     return kPhaseSums<S> + (isSplit<S>(p) ? S::Splits::kBytes : 0);
 }
 
-// Turn the consumers' sums of a segment into y, or leave them to the block that does.
+// Turn the consumers' sums of a segment into y, or leave them to the block that does. A spare block, whose item is the one
+// behind the last, does the same with an n tile behind the last, of which nothing is written.
 template <class S>
 __device__ __forceinline__ void finishSegment(float* acc, const GemmProblem& p, const Consumer& own, int itemNumber,
                                               uint32 start, Mailbox& mailbox) {
     const typename S::Work work(p);
-    const SharedItem<S> shared(p, work, itemNumber);
-    if (work.block > shared.first) {
-        shared.leave(acc, p, work);
-        return;
+    const bool spare = itemNumber == p.items().items;
+    if (!spare) {
+        const SharedItem<S> shared(p, work, itemNumber);
+        if (work.block > shared.first) {
+            shared.leave(acc, p, work);
+            return;
+        }
+        if (shared.last > shared.first) shared.collect(acc, p, work);
     }
-    if (shared.last > shared.first) shared.collect(acc, p, work);
     if constexpr (S::kPhases > 1) addPhases<S>(acc, own.phase, start);
     if (own.phase > 0) return;
     if (isSplit<S>(p)) S::Splits::exchange(acc, mailbox, start + kPhaseSums<S>);
     const WorkItem item = workItem<S::kPartners>(p, itemNumber);
-    if (own.tile >= item.nTiles) return;
-    const int nTile = item.nTile + own.tile, firstToken = item.tokenTile * S::kTokens;
-    if (isGated(p.activation)) writeGated<S>(acc, p, nTile, firstToken, own.lane);
-    else writeTile<S>(acc, p, nTile, firstToken, own.lane);
+    if (!spare && own.tile >= item.nTiles) return;
+    const int nTile = spare ? (p.N + kTileN - 1) / kTileN : item.nTile + own.tile;
+    const int firstToken = spare ? 0 : item.tokenTile * S::kTokens;
+    if (isGated(p.activation)) {
+        inTurns<S>(acc, p, firstToken, [&](int token) { writeGated<S>(acc, p, nTile, token, own.lane); });
+    } else {
+        inTurns<S>(acc, p, firstToken, [&](int token) { writeTile<S>(acc, p, nTile, token, own.lane); });
+    }
 }
 
 template <class S, class Products>
@@ -83,7 +91,7 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
 #pragma unroll 1
     for (int index = 0;; ++index) {
         const typename S::Work work(p);
-        if (index >= work.segments) break;
+        if (index >= max(work.segments, 1)) break;
         const Segment segment = work.segment(p, index);
         float acc[S::kTokens / 2] = {};
 #pragma unroll 1

@@ -1,4 +1,8 @@
 // How the sums of a fused product become y (gemm.cuh): added over blocks and phases in order, finished, written.
+//
+// Where a kernel runs behind others, the caches have theirs in the place of its code, and what is done once waits for memory
+// line by line: of 1024 tokens, 7 us longer than code that is there. So sums of many tokens are written in turns by the same
+// code, what is seldom needed stands apart from it, and a block without work reads it ahead for the others (GemmLayout.spare).
 #pragma once
 #include "gemm.cuh"
 
@@ -38,6 +42,23 @@ __device__ __forceinline__ void addPhases(float* acc, int phase, uint32 start) {
     namedSync(1, S::kConsumers);  // before the next segment's sums take their place
 }
 
+// Write the sums of a thread in turns, each from the same registers on. write: takes the first token of a turn.
+template <class S>
+constexpr int kTurns = S::kTokens < 128 ? 1 : 2;
+template <class S, class Write>
+__device__ __forceinline__ void inTurns(float* acc, const GemmProblem& p, int firstToken, const Write& write) {
+    constexpr int kSums = S::kTokens / 2 / kTurns<S>;
+#pragma unroll 1
+    for (int turn = 0;; ++turn) {
+        // the halves that the blocks of a split finish are turns
+        if (kTurns<S> == 1 || !isSplit<S>(p) || S::Splits::finishes(turn * (kSums / 4))) write(firstToken);
+        if (turn + 1 == kTurns<S>) return;
+#pragma unroll
+        for (int i = 0; i < kSums * (kTurns<S> - 1); ++i) acc[i] = acc[i + kSums];
+        firstToken += 2 * kSums;
+    }
+}
+
 // Eight neighbouring columns of a token in x's type. columns: of them, how many there are; aligned: whether all are, as one vector.
 __device__ __forceinline__ uint4 loadColumns(const uint16* from, int columns, bool aligned) {
     if (aligned) return *reinterpret_cast<const uint4*>(from);
@@ -48,17 +69,20 @@ __device__ __forceinline__ uint4 loadColumns(const uint16* from, int columns, bo
     }
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
-__device__ __forceinline__ void storeColumns(uint16* to, const uint32 (&word)[4], int columns) {
+// In a loop, which is little code in front of what is mostly run. The words are used up.
+__device__ __forceinline__ void storeColumns(uint16* to, uint32 (&word)[4], int columns) {
+#pragma unroll 1
+    for (int i = 0; i < min(columns, 8); ++i) {
+        to[i] = uint16(word[0]);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        if (i < columns) to[i] = uint16(word[i / 2] >> i % 2 * 16);
+        for (int j = 0; j < 4; ++j) word[j] = __funnelshift_r(word[j], j < 3 ? word[j + 1] : 0u, 16);
     }
 }
 
 // Where a lane of a warp writes what of an n tile: in every step eight columns of one of 16 tokens.
 template <class S>
 struct LanePlace {
-    static constexpr int kStepTokens = 16;
+    static constexpr int kStepTokens = 16, kSteps = S::kTokens / kTurns<S> / kStepTokens;  // of a turn
     const GemmProblem& p;
     int token, columns, place, pitch;  // of the first step; from the lane's first one on; among four lanes; of a row of y
     size_t first;                      // element of y
@@ -70,13 +94,13 @@ struct LanePlace {
         token = firstToken + place / 2 * 8 + lane / kTileQuads, columns = pitch - column;
         first = size_t(token) * pitch + column;
     }
+    __device__ __forceinline__ bool aligned() const {
+        return (size_t(p.y) | size_t(p.residual) | pitch * size_t(kShortBytes)) % kVectorBytes == 0;
+    }
     __device__ __forceinline__ size_t at(int step) const { return first + size_t(step * kStepTokens) * pitch; }
     __device__ __forceinline__ bool writes(int step) const {
         const bool present = token + step * kStepTokens < p.M && columns > 0;
-        return present && (!isSplit<S>(p) || S::Splits::finishes(2 * step + place / 2));
-    }
-    __device__ __forceinline__ bool aligned() const {
-        return (size_t(p.y) | size_t(p.residual) | pitch * size_t(kShortBytes)) % kVectorBytes == 0;
+        return present && (kTurns<S> > 1 || !isSplit<S>(p) || S::Splits::finishes(2 * step + place / 2));
     }
 };
 
@@ -86,7 +110,7 @@ template <class S>
 __device__ __forceinline__ void finishTile(const GemmProblem& p, const LanePlace<S>& own, bool aligned) {
     asm volatile("" ::: "memory");  // the stores do not order loads
 #pragma unroll 1
-    for (int step = 0; step < S::kTokens / LanePlace<S>::kStepTokens; ++step) {
+    for (int step = 0; step < LanePlace<S>::kSteps; ++step) {
         if (!own.writes(step)) continue;
         const uint4 value = loadColumns(p.y + own.at(step), own.columns, aligned);
         const uint4 kept = p.residual ? loadColumns(p.residual + own.at(step), own.columns, aligned) : uint4{};
@@ -114,7 +138,7 @@ struct RowTerms {
 #pragma unroll
         for (int r = 0; r < kLaneRows; ++r) {
             const int row = r * (kTileN / kLaneRows) + lane / kTileQuads, n = nTile * kTileN + row;
-            factor[r] = p.scaleBits == 8 ? rowFactor<8>(p.factors, nTile, row) : 1.0f;
+            factor[r] = p.scaleBits == 8 && n < p.N ? rowFactor<8>(p.factors, nTile, row) : 1.0f;
             bias[r] = p.bias && n < p.N ? shortToFloat(p.bias[n], kDtype) : 0.0f;
         }
     }
@@ -136,10 +160,10 @@ __device__ __forceinline__ void packSums(const float* acc, const RowTerms<kDtype
 }
 
 // The same of a weight whose rows g are gates and rows g + 8 ups: silu(gate) * up, eight columns of y. In every step of 32 tokens
-// a lane writes those of one.
+// a lane writes those of one. firstToken: of a turn.
 template <class S>
 __device__ __forceinline__ void writeGated(const float* acc, const GemmProblem& p, int nTile, int firstToken, int lane) {
-    constexpr int kDtype = S::kDtype, kEights = S::kTokens / 8, kAtOnce = 4;
+    constexpr int kDtype = S::kDtype, kEights = S::kTokens / kTurns<S> / 8, kAtOnce = 4;
     static_assert(kGatedRows == kTileN / kLaneRows, "a lane has the up of its gate");
     const RowTerms<kDtype> terms(p, nTile, lane);
     int pitch = p.N / 2, place = lane % kTileQuads;
@@ -160,16 +184,17 @@ __device__ __forceinline__ void writeGated(const float* acc, const GemmProblem& 
         }
         exchangeInQuad(word, place);
         const int eight = first + place, token = eight * 8 + lane / kTileQuads;
-        const bool writes = eight < kEights && token < tokens && column < pitch && (!isSplit<S>(p) || S::Splits::finishes(eight));
+        const bool writes = eight < kEights && token < tokens && column < pitch &&
+                            (kTurns<S> > 1 || !isSplit<S>(p) || S::Splits::finishes(eight));
         store16If(writes, p.y + size_t(firstToken + token) * pitch + column, word[0], word[1], word[2], word[3]);
     }
 }
 
-// A warp's sums of an n tile -> y, those that this block finishes. Some steps at once, so that none waits for its own last
-// instruction; residuals are asked for ahead, where registers carry them. Both would be waits of the tensor cores.
+// A warp's sums of an n tile and a turn -> y, those that this block finishes. Some steps at once, so that none waits for its own
+// last instruction; residuals are asked for ahead, where registers carry them. Both would be waits of the tensor cores.
 template <class S>
 __device__ __forceinline__ void writeTile(const float* acc, const GemmProblem& p, int nTile, int firstToken, int lane) {
-    constexpr int kDtype = S::kDtype, kSteps = S::kTokens / LanePlace<S>::kStepTokens;
+    constexpr int kDtype = S::kDtype, kSteps = LanePlace<S>::kSteps;
     constexpr int kMost = S::kGroups < 4 ? 4 : 2, kAtOnce = kSteps < kMost ? kSteps : kMost;
     constexpr int kAsked = S::kTokens > 128 ? 2 * kAtOnce : kAtOnce;
     const LanePlace<S> own(p, nTile, firstToken, lane);

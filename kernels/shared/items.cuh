@@ -62,8 +62,8 @@ struct BlockWork {
         splits = plan.splits;
         if (splits > 1) {
             const int rank = clusterRank();
-            block /= 2, rounds = 0, segments = 1, shared = 0;
-            firstShared = kTiles * rank / 2, endShared = kTiles * (rank + 1) / 2;
+            block /= 2, rounds = 0, segments = block < plan.items, shared = 0;
+            firstShared = kTiles * rank / 2 * segments, endShared = kTiles * (rank + 1) / 2 * segments;
             return;
         }
         block /= kPartners;

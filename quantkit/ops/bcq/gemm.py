@@ -69,6 +69,8 @@ class GemmLayout:
     ranges: parts of N, each with the rows of a block. whole_items: of the ranges times the tiles of tokens, those that
     a block does by itself; the k tiles of the others are shared out evenly among all blocks. stages: of x.
     shared_mem: bytes of a block. splits: blocks of a cluster that share the k tiles of one item (split-K), 1 or 2.
+    spare: blocks without an item, on processors that would do nothing, which only bring the code that comes last into
+    the cache of all (kernels/bcq/gemm_sums.cuh).
     Where it has two, or the shape has partners, a block is such a cluster in all of the above but shared_mem.
     """
 
@@ -80,6 +82,7 @@ class GemmLayout:
     stages: int
     shared_mem: int
     splits: int = 1
+    spare: int = 0
 
     @property
     def cluster(self) -> int:
@@ -89,7 +92,7 @@ class GemmLayout:
     @property
     def grid(self) -> int:
         """Blocks of the launch."""
-        return self.blocks * self.cluster
+        return (self.blocks + self.spare) * self.cluster
 
     @property
     def shared_items(self) -> int:
@@ -206,12 +209,14 @@ def _fitted(it: GemmProblem, shape: GemmShape) -> Iterator[GemmLayout]:
     sizes = stages, 2 * GEMM_BARRIER_BYTES + own + stages * stage_bytes
     items, processors = ranges * token_tiles, it.gpu.processors // shape.partners
     for whole, blocks in shares(items, it.k_tiles, processors):
-        yield GemmLayout(shape, ranges, token_tiles, whole, blocks, *sizes)
+        spare = int(shape.warpgroups and whole == blocks == items < processors)
+        yield GemmLayout(shape, ranges, token_tiles, whole, blocks, *sizes, spare=spare)
     own += shape.split_bytes
     stages = whole_stages(shape, (room - own) // stage_bytes)
     if _may_split(it, shape) and items * _SPLITS <= processors and it.k_tiles >= _SPLITS and stages:
         shared_mem = 2 * GEMM_BARRIER_BYTES + own + stages * stage_bytes
-        yield GemmLayout(shape, ranges, token_tiles, items, items, stages, shared_mem, _SPLITS)
+        spare = int((items + 1) * _SPLITS <= processors)
+        yield GemmLayout(shape, ranges, token_tiles, items, items, stages, shared_mem, _SPLITS, spare)
 
 
 def _may_split(it: GemmProblem, shape: GemmShape) -> bool:

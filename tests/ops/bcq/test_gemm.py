@@ -70,8 +70,21 @@ def test_k_is_split_on_warpgroups_where_there_is_room_for_two_blocks_an_item(row
         for layout in split:
             assert layout.cluster == 2
             assert layout.shared_items == layout.partial_floats == 0  # sums stay within the cluster
-            assert layout.grid == 2 * layout.ranges * layout.token_tiles <= PROCESSORS
+            assert layout.grid == 2 * (layout.ranges * layout.token_tiles + layout.spare) <= PROCESSORS
         assert (plan_gemm(problem).splits > 1) == ours  # it is faster than any other way of these
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_block_without_an_item_has_a_processor_of_its_own(row: Architecture) -> None:
+    spares = set()
+    for problem in _problems(row):
+        for layout in gemm_layouts(problem):
+            items = layout.ranges * layout.token_tiles
+            room = (items + 1) * layout.cluster <= PROCESSORS // layout.cluster * layout.cluster
+            alone = layout.blocks == layout.whole_items == items  # of all blocks, the one behind the items has none
+            assert layout.spare == (layout.shape.warpgroups and alone and room)
+            spares.add(layout.spare)
+    assert spares == ({0, 1} if Kernel.BCQ_GEMM_WGMMA in row.kernels else {0})
 
 
 @pytest.mark.parametrize("row", ROWS)
