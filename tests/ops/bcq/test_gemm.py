@@ -56,6 +56,9 @@ def test_every_weight_that_fits_has_a_layout_with_a_known_instance(row: Architec
             assert layout.stages % round_stages == 0  # a stage is always of the same phase
             assert layout.ranges * layout.shape.partners <= problem.n_tiles  # every block has rows
             assert layout.grid <= PROCESSORS  # all blocks run at once, as they wait for each other
+            items = layout.ranges * layout.token_tiles
+            alone = layout.shape.warpgroups and layout.blocks == layout.whole_items == items
+            assert layout.spare == (alone and (items + 1) * layout.cluster <= PROCESSORS)  # a block without an item
             assert {gemm_unit(problem, dtype, layout.shape) for dtype in TYPES} <= units
         assert plan_gemm(problem) == gemm_layouts(problem)[0]
 
@@ -72,19 +75,6 @@ def test_k_is_split_on_warpgroups_where_there_is_room_for_two_blocks_an_item(row
             assert layout.shared_items == layout.partial_floats == 0  # sums stay within the cluster
             assert layout.grid == 2 * (layout.ranges * layout.token_tiles + layout.spare) <= PROCESSORS
         assert (plan_gemm(problem).splits > 1) == ours  # it is faster than any other way of these
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_a_block_without_an_item_has_a_processor_of_its_own(row: Architecture) -> None:
-    spares = set()
-    for problem in _problems(row):
-        for layout in gemm_layouts(problem):
-            items = layout.ranges * layout.token_tiles
-            room = (items + 1) * layout.cluster <= PROCESSORS // layout.cluster * layout.cluster
-            alone = layout.blocks == layout.whole_items == items  # of all blocks, the one behind the items has none
-            assert layout.spare == (layout.shape.warpgroups and alone and room)
-            spares.add(layout.spare)
-    assert spares == ({0, 1} if Kernel.BCQ_GEMM_WGMMA in row.kernels else {0})
 
 
 @pytest.mark.parametrize("row", ROWS)
