@@ -14,8 +14,9 @@ A setting's name may have -rotated behind it, before -head6: the inputs of all L
 each setting without CUDA graphs and compares the probabilities of its tokens. --no-compile starts in half the time:
 CUDA graphs of whole steps, without torch.compile. Settings that are in the JSON file already are kept.
 
-Several of these commands may share GPUs by one --lock FILE: each setting waits there for those before it once its
-process has imported vLLM, which takes as long as a small model's start. --limit ends a setting that hangs.
+Several of these commands may share GPUs by one --lock FILE: each setting waits there for those before it, to draw its
+weights, and once its process has imported vLLM, which takes as long as a small model's start. --limit ends a setting
+that hangs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from quantkit.models.families import block_linears, linear_shape
 from quantkit.models.structure import output_head, untie_head
 from scripts.common import command_line, markdown_table, read_document, replace_section, run_script, write_document
 from scripts.serve_measure import Work
-from scripts.serve_process import end_by_signal, run_work
+from scripts.serve_process import end_by_signal, holding, run_work
 
 DEFAULT = "fp16,fp8,machete,marlin,humming,bcq-w4-g128,bcq-w3-g128,bcq-w2-g128,flatten-o1,bipolar-w4a8"
 W4A16 = {
@@ -194,7 +195,8 @@ def _run(options: argparse.Namespace, shape: ModelShape, name: str, spec: Callab
         model = _write_folder(folder, shape, peer.section, spec, with_head(name)[1], options.dtype)
         in_files = spec is not None and has_equal_steps(name)
         if in_files:
-            _write_weights(folder, model, options.dtype)
+            with holding(options.lock):  # they are drawn on a GPU
+                _write_weights(folder, model, options.dtype)
         engine: dict[str, Any] = {
             "load_format": "auto" if in_files else "dummy",
             "dtype": options.dtype,

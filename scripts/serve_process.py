@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,15 @@ from scripts.serve_measure import Work
 ROOT = Path(__file__).parents[1]
 _ENDING_SECONDS, _POLL_SECONDS = 10.0, 0.1
 _ZOMBIE = "Z"
+
+
+@contextmanager
+def holding(lock: Path | None) -> Iterator[None]:
+    """While entered, no setting has the file that they take turns by, and so the GPUs; None: there is no such file."""
+    with Path(os.devnull if lock is None else lock).open("a") as held:
+        if lock is not None:
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def run_work(

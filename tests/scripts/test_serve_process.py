@@ -14,7 +14,7 @@ import pytest
 
 from scripts import serve_bench, serve_process
 from scripts.serve_measure import Work
-from scripts.serve_process import run_work
+from scripts.serve_process import holding, run_work
 
 MEASURES = """
 import fcntl, json, subprocess, sys
@@ -89,6 +89,16 @@ def test_a_setting_waits_for_the_one_that_has_the_gpus(monkeypatch: pytest.Monke
     assert found[0]["ms_per_step"] == {"1": 2.0}
     with lock.open("a") as free:
         fcntl.flock(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_weights_are_drawn_in_a_turn_as_well(tmp_path: Path) -> None:
+    lock = tmp_path / "gpus.lock"
+    with lock.open("a") as other:
+        with holding(lock), pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with holding(None):
+        pass
 
 
 def test_a_setting_that_hangs_ends_itself(tmp_path: Path) -> None:
