@@ -99,7 +99,9 @@ struct GemmShape {
     static constexpr int kTokens = kTokens_, kRowGroups = kRowGroups_, kPhases = kPhases_, kSlots = kSlots_;
     static constexpr int kPartners = kPartners_;
     using Work = BlockWork<kPartners>;
-    using Splits = SplitSums<kTokens_ / 2, kRowGroups_ * kGroupThreads>;
+    // Of many tokens two phases each finish half of the tokens; else the first phase finishes all.
+    static constexpr int kFinishers = kPhases_ == 2 && kTokens_ >= 64 ? 2 : 1, kOwnTokens = kTokens_ / kFinishers;
+    using Splits = SplitSums<kOwnTokens / 2, kFinishers * kRowGroups_ * kGroupThreads>;
     // Registers of many tokens leave no room for two forms of a tile's products: an instance has one of them.
     static constexpr bool kFine = kFine_, kBothForms = kCodes && kTokens <= QK_GEMM_FEW_TOKENS;
     // Whether warpgroups multiply numbers, of few tokens, in the place of levels.

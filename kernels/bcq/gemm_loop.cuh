@@ -25,13 +25,17 @@ __device__ __forceinline__ void finishSegment(float* acc, const GemmProblem& p, 
         }
         if (shared.last > shared.first) shared.collect(acc, p, work);
     }
-    if constexpr (S::kPhases > 1) addPhases<S>(acc, own.phase, start);
-    if (own.phase > 0) return;
+    if constexpr (S::kFinishers > 1) {
+        exchangePhases<S>(acc, own.phase, start);
+    } else {
+        if constexpr (S::kPhases > 1) addPhases<S>(acc, own.phase, start);
+        if (own.phase > 0) return;
+    }
     if (isSplit<S>(p)) S::Splits::exchange(acc, mailbox, start + kPhaseSums<S>);
     const WorkItem item = workItem<S::kPartners>(p, itemNumber);
     if (!spare && own.tile >= item.nTiles) return;
     const int nTile = spare ? (p.N + kTileN - 1) / kTileN : item.nTile + own.tile;
-    const int firstToken = spare ? 0 : item.tokenTile * S::kTokens;
+    const int firstToken = (spare ? 0 : item.tokenTile * S::kTokens) + (S::kFinishers > 1 ? own.phase * S::kOwnTokens : 0);
     if (isGated(p.activation)) {
         inTurns<S>(acc, p, firstToken, [&](int token) { writeGated<S>(acc, p, nTile, token, own.lane); });
     } else {
@@ -114,5 +118,5 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
         finishSegment<S>(acc, p, own, segment.item, sums, mailbox);
     }
     if constexpr (S::kPartners > 1) meetCluster();
-    else if (isSplit<S>(p) && own.phase > 0) mailbox.waitForOthers();  // the others have, for the sums
+    else if (isSplit<S>(p) && S::kFinishers == 1 && own.phase > 0) mailbox.waitForOthers();  // the others have, for the sums
 }

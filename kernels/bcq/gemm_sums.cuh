@@ -33,21 +33,42 @@ __device__ __forceinline__ void addPhases(float* acc, int phase, uint32 start) {
         for (int other = 0; other < S::kPhases - 1; ++other) {
 #pragma unroll
             for (int i = 0; i < kVectors; ++i) {
-                const uint4 part = loadShared16(own + (other * kVectors + i) * kThreads * kVectorBytes);
-                acc[4 * i] += __uint_as_float(part.x), acc[4 * i + 1] += __uint_as_float(part.y);
-                acc[4 * i + 2] += __uint_as_float(part.z), acc[4 * i + 3] += __uint_as_float(part.w);
+                addBits(acc + 4 * i, loadShared16(own + (other * kVectors + i) * kThreads * kVectorBytes));
             }
         }
     }
     namedSync(1, S::kConsumers);  // before the next segment's sums take their place
 }
 
+// The same of two phases that finish half of the tokens each: sums of those become the first of the thread's.
+template <class S>
+__device__ __forceinline__ void exchangePhases(float* acc, int phase, uint32 start) {
+    constexpr int kThreads = S::kConsumers / 2, kVectors = S::kOwnTokens / 8, kSums = 4 * kVectors;
+    constexpr uint32 kPhaseBytes = kVectors * kThreads * kVectorBytes;
+    const uint32 own = start + threadIdx.x % kThreads * kVectorBytes, given = own + phase * kPhaseBytes;
+    const uint32 taken = own + kPhaseBytes - phase * kPhaseBytes;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+        uint32 others[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float first = acc[4 * i + j], second = acc[kSums + 4 * i + j];
+            others[j] = __float_as_uint(phase > 0 ? first : second), acc[4 * i + j] = phase > 0 ? second : first;
+        }
+        storeShared16(given + i * kThreads * kVectorBytes, make_uint4(others[0], others[1], others[2], others[3]));
+    }
+    namedSync(1, S::kConsumers);
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) addBits(acc + 4 * i, loadShared16(taken + i * kThreads * kVectorBytes));
+    namedSync(1, S::kConsumers);  // before the next segment's sums take their place
+}
+
 // Write the sums of a thread in turns, each from the same registers on. write: takes the first token of a turn.
 template <class S>
-constexpr int kTurns = S::kTokens < 128 ? 1 : 2;
+constexpr int kTurns = S::kOwnTokens < 128 ? 1 : 2;
 template <class S, class Write>
 __device__ __forceinline__ void inTurns(float* acc, const GemmProblem& p, int firstToken, const Write& write) {
-    constexpr int kSums = S::kTokens / 2 / kTurns<S>;
+    constexpr int kSums = S::kOwnTokens / 2 / kTurns<S>;
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
         // the halves that the blocks of a split finish are turns
@@ -82,7 +103,7 @@ __device__ __forceinline__ void storeColumns(uint16* to, uint32 (&word)[4], int 
 // Where a lane of a warp writes what of an n tile: in every step eight columns of one of 16 tokens.
 template <class S>
 struct LanePlace {
-    static constexpr int kStepTokens = 16, kSteps = S::kTokens / kTurns<S> / kStepTokens;  // of a turn
+    static constexpr int kStepTokens = 16, kSteps = S::kOwnTokens / kTurns<S> / kStepTokens;  // of a turn
     const GemmProblem& p;
     int token, columns, place, pitch;  // of the first step; from the lane's first one on; among four lanes; of a row of y
     size_t first;                      // element of y
@@ -163,7 +184,7 @@ __device__ __forceinline__ void packSums(const float* acc, const RowTerms<kDtype
 // a lane writes those of one. firstToken: of a turn.
 template <class S>
 __device__ __forceinline__ void writeGated(const float* acc, const GemmProblem& p, int nTile, int firstToken, int lane) {
-    constexpr int kDtype = S::kDtype, kEights = S::kTokens / kTurns<S> / 8, kAtOnce = 4;
+    constexpr int kDtype = S::kDtype, kEights = S::kOwnTokens / kTurns<S> / 8, kAtOnce = 4;
     static_assert(kGatedRows == kTileN / kLaneRows, "a lane has the up of its gate");
     const RowTerms<kDtype> terms(p, nTile, lane);
     int pitch = p.N / 2, place = lane % kTileQuads;
@@ -178,8 +199,7 @@ __device__ __forceinline__ void writeGated(const float* acc, const GemmProblem& 
             const float* sum = acc + 4 * (first + i);
             const uint32 gate = packPair<kDtype>(sum[0] * terms.factor[0] + terms.bias[0], sum[1] * terms.factor[0] + terms.bias[0]);
             const uint32 up = packPair<kDtype>(sum[2] * terms.factor[1] + terms.bias[1], sum[3] * terms.factor[1] + terms.bias[1]);
-            const float low = siluInRegisters(shortToFloat(uint16(gate), kDtype));
-            const float high = siluInRegisters(shortToFloat(uint16(gate >> 16), kDtype));
+            const float low = silu(shortToFloat(uint16(gate), kDtype)), high = silu(shortToFloat(uint16(gate >> 16), kDtype));
             word[i] = transposed(multiplyPairs<kDtype>(packPair<kDtype>(low, high), up));
         }
         exchangeInQuad(word, place);

@@ -75,7 +75,7 @@ __device__ __forceinline__ void finishGated(const Problem& p, const OwnElements<
             if (out.bias && whole < p.N) value[upper] += shortToFloat(out.bias[whole], p.dtype);
         }
         if (n >= p.N / 2 || m >= p.M) continue;  // records of tokens behind the last were never made
-        out.y[size_t(m) * (p.N / 2) + n] = gatedElement(value[0], value[1], p.activation, p.dtype);
+        out.y[size_t(m) * (p.N / 2) + n] = gatedElement(value[0], value[1], p.dtype);
     }
 }
 

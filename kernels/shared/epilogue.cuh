@@ -1,5 +1,5 @@
 // The epilogue of a product: y = residual + activation(value), or of a weight whose rows are gates and ups in turn (kGatedRows
-// of each), y = activation(gate) * up. Every step rounds to y's type, as it does where kernels of their own follow the product.
+// of each), y = silu(gate) * up. Every step rounds to y's type, as it does where kernels of their own follow the product.
 #pragma once
 #include "activation.cuh"
 
@@ -22,9 +22,8 @@ __device__ __noinline__ float activatedBy(float x, int kind, int dtype) {
 }
 
 // One element of y of a gated product.
-__device__ __forceinline__ uint16 gatedElement(float gate, float up, int activation, int dtype) {
-    const float factor = rounded(activatedBy(rounded(gate, dtype), activation - kGated, dtype), dtype);
-    return floatToShort(factor * rounded(up, dtype), dtype);
+__device__ __forceinline__ uint16 gatedElement(float gate, float up, int dtype) {
+    return floatToShort(rounded(silu(rounded(gate, dtype)), dtype) * rounded(up, dtype), dtype);
 }
 
 // One element of y. residual: null without one; addend: its element, which the caller has read.

@@ -21,7 +21,7 @@ _CROWDED = {(64, 4, 1, 2), (64, 2, 2, 2)}
 # Of the shapes of warpgroups, what registers do not carry, by order, planes and whether offsets are added apart. The
 # wide shape spills a few bytes of four planes, and is the fastest in spite of it.
 SPILLING: dict[tuple[Order, int, bool], set[tuple[int, int, int, int]]] = {
-    (Order.CODES, 3, False): {(128, 4, 1, 2)},
+    (Order.CODES, 3, False): {(64, 2, 2, 2), (128, 4, 1, 2)},
     (Order.PLANES, 8, False): _CROWDED,
     (Order.PLANES, 8, True): _CROWDED,
     (Order.CODES, 8, True): _CROWDED,

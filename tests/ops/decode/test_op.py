@@ -28,6 +28,7 @@ from tests.ops.decode.cases import prompt_heads, token_behind_others
 
 CUDA = torch.device("cuda")
 RTOL = {torch.float16: 1e-3, torch.bfloat16: 8e-3}  # rounding of the result, RMSNorm rounds twice
+SILU_NEIGHBOURS = 2e-3  # share of results next to the nearest: some units of fp32 in 2^13 of them to a 16-bit number
 TYPES = [torch.float16, torch.bfloat16]
 TYPE_IDS = ["fp16", "bf16"]
 
@@ -85,6 +86,22 @@ def test_gates_match_torch(count: int, dtype: torch.dtype) -> None:
     assert torch.equal(gated(gate, up, "relu"), gate.relu() * up)
     expected = (ACTIVATIONS["silu"].apply(gate) * up).double()
     assert error(gated(gate, up, "silu"), expected) < RTOL[dtype]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPE_IDS)
+def test_silu_of_every_number_is_the_nearest_or_its_neighbour(dtype: torch.dtype) -> None:
+    """Against fp64. What e^-x has no fp32 for, below -87, is 0, and infinity is what it is in torch."""
+    gate = torch.arange(-(2**15), 2**15, device=CUDA).short().view(dtype)
+    got, x = gated(gate, torch.ones_like(gate), "silu"), gate.double()
+    assert torch.equal(got.isnan(), gate.isnan() | gate.isneginf())
+    assert got[gate.isposinf()].isposinf().all()
+    assert not got[(x < -90) & x.isfinite()].any()
+    nearest = (x * torch.sigmoid(x)).to(dtype)
+    common = (x.abs() < 80) & (nearest.abs() >= torch.finfo(dtype).tiny)
+    steps = (got.view(torch.int16).int() - nearest.view(torch.int16).int()).abs()[common]
+    assert steps.max() <= 1
+    assert steps.float().mean() < SILU_NEIGHBOURS
 
 
 @pytest.mark.cuda
