@@ -1,7 +1,8 @@
 // Activation functions between two Linears, with the arithmetic of torch's kernels (quantkit/ops/activations.py).
 //
-// kGelu, kGeluTanh and kSilu are one kernel of torch: fp32 throughout, one rounding at the end; of kSilu by other instructions. kGeluNew and kGeluFast
-// are written in Python by transformers (GPT-2; BLOOM), an operation at a time: every one rounds to the model's type.
+// kGelu, kGeluTanh and kSilu are one kernel of torch: fp32 throughout, one rounding at the end; kSilu is by other instructions.
+// kGeluNew and kGeluFast are written in Python by transformers (GPT-2; BLOOM), an operation at a time: every one rounds to the
+// model's type.
 #pragma once
 #include "common.cuh"
 
@@ -38,7 +39,7 @@ __device__ __forceinline__ float tanhGelu(float x, int dtype) {
 }
 
 // x / (1 + e^-x), power and reciprocal by the units for such: two instructions each in the place of nine, and registers carry it
-// in every loop. Below -87 it is 0. One result of a thousand is the 16-bit neighbour of the exact one's rounding.
+// in every loop. Below -87 it is 0. At most two results of a thousand are the neighbour of the nearest 16-bit number.
 __device__ __forceinline__ float silu(float x) {
     constexpr float kLog2E = 1.44269504088896340736f;
     float power, inverse;
