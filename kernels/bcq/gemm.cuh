@@ -17,7 +17,8 @@
 //
 //   shared memory: barriers, mailbox | x [stage] | rings [warp][slot] {planes, scales} | tables [warp][2] | sums |
 //                  sums of the other split | sums of x
-//                  sums [phase but the first][4 sums][thread of the phase] float4
+//                  sums [phase but the first][4 sums][thread of the phase] float4, or where two phases finish tokens (kFinishers)
+//                  [phase][4 sums][thread of the phase] of half as many
 //                  numbers (gemm_numbers.cuh) have sums of x and no tables
 #pragma once
 #include "arrange.cuh"
