@@ -14,13 +14,13 @@ __all__ = ["__version__", "load"]
 
 
 def load(
-    folder: str, *, device: str | None = None, dtype: Any = None, layout: Literal["latency", "batch"] = "latency"
+    folder: str, *, device: str | None = None, dtype: Any = None, layout: Literal["latency", "few", "batch"] = "latency"
 ) -> PreTrainedModel:
     """The model of a quantkit checkpoint, ready to generate.
 
     device: by default the first GPU, else the CPU.
     dtype: of the activations and unquantized weights; the checkpoint's own by default.
-    layout: the order of bcq weights on a GPU, for one to four tokens at a time ("latency") or for more ("batch").
+    layout: the order of bcq weights on a GPU: for one token at a time ("latency"), two to four ("few"), more ("batch").
     Raises CheckpointError for a folder that is no quantkit checkpoint or is damaged.
     """
     from quantkit.integrations.transformers import load_checkpoint

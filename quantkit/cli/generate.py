@@ -46,7 +46,7 @@ def generate(
     from quantkit.runtime.sampling import Sampling
 
     settings = Settings(max_new_tokens, Sampling(temperature, top_p, top_k, seed), tuple(stop or ()), raw)
-    generator = open_generator(model, device)
+    generator = open_generator(model, device, sequences=max(1, len(prompts)))
     _tell_expansion(generator)
     if interactive:
         _converse(generator, settings)

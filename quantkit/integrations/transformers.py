@@ -213,6 +213,14 @@ def register() -> None:
         register_quantizer(QUANT_METHOD)(QuantkitQuantizer)
 
 
+def set_layout(model: Any, layout: Layout) -> None:
+    """What the order of a model's weights will be for when it comes to a GPU; experts that run at once keep theirs."""
+    routed = {part for module in model.modules() if isinstance(module, RoutedExperts) for part in module.modules()}
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear) and module not in routed:
+            module.layout = layout
+
+
 def load_checkpoint(folder: str, *, device: str, dtype: torch.dtype | None, layout: Layout = "latency") -> Any:
     """The model of a local quantkit checkpoint, in eval mode on the device; dtype None keeps the checkpoint's.
 
@@ -223,10 +231,7 @@ def load_checkpoint(folder: str, *, device: str, dtype: torch.dtype | None, layo
     if torch.device(device).type == "cpu" and (dtype or stored_dtype(folder)) in (torch.bfloat16, torch.float16):
         check_half_precision()
     model = _load(folder, dtype=dtype or "auto").eval()
-    routed = {part for module in model.modules() if isinstance(module, RoutedExperts) for part in module.modules()}
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear) and module not in routed:
-            module.layout = layout
+    set_layout(model, layout)
     model = model.to(device)
     share_products(model)
     return model

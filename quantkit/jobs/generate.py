@@ -12,7 +12,9 @@ from torch import Tensor
 
 from quantkit.cuda.device import usable_device
 from quantkit.errors import GenerationError
+from quantkit.integrations.transformers import set_layout
 from quantkit.models.loading import first_device, load_model
+from quantkit.nn.table import layout_for
 from quantkit.runtime.expanded_weights import Expansion, expand_weights
 from quantkit.runtime.generation import Runner, new_tokens, runner_for, start
 from quantkit.runtime.sampling import Sampling, drawer
@@ -116,13 +118,16 @@ class Answer:
         )
 
 
-def open_generator(model: str, device: str | None) -> Generator:
+def open_generator(model: str, device: str | None, sequences: int = 1) -> Generator:
     """Load a model; by default onto a GPU if there is one. On a CPU its weights are expanded where memory allows.
 
+    sequences: that will be answered at once, for which packed weights are put in order on a GPU.
     Raises ModelError, CheckpointError or DeviceError for what cannot be loaded.
     """
     where = usable_device(device or first_device())
-    loaded, tokenizer = load_model(model, device=where)
+    loaded, tokenizer = load_model(
+        model, device=where, before_moving=lambda loaded: set_layout(loaded, layout_for(sequences))
+    )
     expansion = expand_weights(loaded) if where.type == "cpu" else None
     return Generator(loaded, tokenizer, where, expansion, runner_for(loaded, where))
 

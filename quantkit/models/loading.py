@@ -90,11 +90,18 @@ def first_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> tuple[Any, Any]:
+def load_model(
+    model: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    before_moving: Callable[[Any], None] | None = None,
+) -> tuple[Any, Any]:
     """(model in eval mode on the device, tokenizer) of a folder, a hub id, the demo name or a quantkit checkpoint.
 
     ``import quantkit`` has told transformers how to read such checkpoints.
     dtype: None keeps the checkpoint's on a GPU and is fp32 on a CPU, where half precision is slow and inexact.
+    before_moving: gets the model before it goes to the device.
     Raises ModelError naming the cause: folder, hub, config, tokenizer, missing or damaged weights; DeviceError for a
     device that is not there.
     """
@@ -102,7 +109,10 @@ def load_model(model: str, *, dtype: torch.dtype | None = None, device: str | to
 
     source, device = resolve_model(model), usable_device(device)
     tokenizer = _load_tokenizer(model, source)
-    return _load_weights(model, source, dtype=dtype, device=device).eval().to(device), tokenizer
+    loaded = _load_weights(model, source, dtype=dtype, device=device).eval()
+    if before_moving is not None:
+        before_moving(loaded)
+    return loaded.to(device), tokenizer
 
 
 def open_stream(

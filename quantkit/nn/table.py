@@ -14,14 +14,16 @@ from quantkit.ops.bcq.arranged import InputOrder, ProductInput
 from quantkit.ops.bcq.gated import interleave_gates
 from quantkit.ops.epilogue import Epilogue
 
-Layout = Literal["latency", "batch"]
-"""What a weight's order in a GPU's memory is for: one to four tokens at a time, or many."""
-_FEW_SEQUENCES = 4  # of which every step decodes faster with the order for latency
+Layout = Literal["latency", "few", "batch"]
+"""What a weight's order in a GPU's memory is for: one token at a time, two to four, or many."""
+_ONE_SEQUENCE, _FEW_SEQUENCES = 1, 4
 
 
 def layout_for(sequences: int) -> Layout:
     """The order of weights with which so many sequences are decoded fastest."""
-    return "latency" if sequences <= _FEW_SEQUENCES else "batch"
+    if sequences <= _ONE_SEQUENCE:
+        return "latency"
+    return "few" if sequences <= _FEW_SEQUENCES else "batch"
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,8 @@ class LinearRow:
     forward: (spec, canonical tensors, x [..., K], bias [N] or None) -> y [..., N] in x's dtype.
     prepare: (spec, canonical tensors on a GPU, shape) -> the same content in the order that this GPU's kernels
         read; None where the kernels read the canonical order.
-    prepare_batch: as prepare, in the order that is faster where many tokens are multiplied at once; None where there is
-        no such order.
+    prepare_few, prepare_batch: as prepare, in the order that is faster where two to four, or more, tokens are
+        multiplied at once; None where there is no such order.
     restore: the exact inverse of prepare, for saving.
     prepared_forward: (spec, prepared tensors, shape, x, bias) -> as forward.
     epilogue_forward: (spec, prepared tensors, shape, x, bias, epilogue) -> its epilogue; None where no kernel has one.
@@ -44,6 +46,7 @@ class LinearRow:
 
     forward: Callable[[Any, Tensors, Tensor, Tensor | None], Tensor]
     prepare: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
+    prepare_few: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
     prepare_batch: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
     restore: Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None = None
     prepared_forward: Callable[[Any, Tensors, Shape, Tensor, Tensor | None], Tensor] | None = None
@@ -53,14 +56,15 @@ class LinearRow:
     gated_forward: Callable[[Any, Tensors, Shape, Tensor], Tensor] | None = None
 
     def preparation(self, layout: Layout) -> Callable[[Any, Tensors, Shape], dict[str, Tensor]] | None:
-        """``prepare``, or ``prepare_batch`` where that is asked for and there is one."""
-        return self.prepare_batch if layout == "batch" and self.prepare_batch is not None else self.prepare
+        """``prepare``, or ``prepare_few`` or ``prepare_batch`` where that is asked for and there is one."""
+        return {"latency": None, "few": self.prepare_few, "batch": self.prepare_batch}[layout] or self.prepare
 
 
 LINEARS: dict[str, LinearRow] = {
     "bcq": LinearRow(
         forward=bcq_linear.forward,
         prepare=bcq_linear.prepare,
+        prepare_few=bcq_linear.prepare_few,
         prepare_batch=bcq_linear.prepare_batch,
         restore=bcq_linear.restore,
         prepared_forward=bcq_linear.prepared_forward,

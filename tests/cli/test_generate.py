@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 import quantkit.jobs.generate as job
 from quantkit.cli.app import app
 from quantkit.cli.generate import EXIT_INTERRUPTED
+from quantkit.nn.quantized_linear import QuantizedLinear
 from tests.cli.calls import refusal, run
 from tests.pipeline import quantize_tiny
 
@@ -37,6 +38,24 @@ def test_a_quantized_model_says_that_its_weights_are_expanded(tiny_model: TinyMo
     result = run("generate", tmp_path / "q", "--prompt", "the model", "--new", "4", "--device", "cpu")
     assert result.exit_code == 0, result.stderr
     assert "weights are expanded once for the CPU (12 Linears" in result.stderr
+
+
+@pytest.mark.parametrize(("count", "layout"), [(1, "latency"), (3, "few"), (5, "batch")])
+def test_weights_are_ordered_for_as_many_prompts(
+    count: int, layout: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize_tiny(tiny_model("opt"), tmp_path / "q")
+    opened: list[job.Generator] = []
+
+    def remember(generator: job.Generator, prompts: list[str], *_: object) -> list[str]:
+        opened.append(generator)
+        return prompts
+
+    monkeypatch.setattr(job, "answer", remember)
+    monkeypatch.setattr(job, "expand_weights", lambda _: None)  # as on a GPU
+    assert run("generate", tmp_path / "q", *["--prompt", "it"] * count, "--device", "cpu").exit_code == 0
+    linears = [module for module in opened[0].model.modules() if isinstance(module, QuantizedLinear)]
+    assert {module.layout for module in linears} == {layout}
 
 
 def test_a_conversation_holds_what_was_said(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

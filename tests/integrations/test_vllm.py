@@ -270,7 +270,7 @@ def test_filters_are_fp32_whatever_type_the_engine_loads_in(spec: TrellisSpec) -
         torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize(("sequences", "layout"), [(1, "latency"), (4, "latency"), (5, "batch"), (256, "batch")])
+@pytest.mark.parametrize(("sequences", "layout"), [(1, "latency"), (2, "few"), (4, "few"), (5, "batch"), (99, "batch")])
 def test_weights_are_ordered_for_the_number_of_sequences(
     sequences: int, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
