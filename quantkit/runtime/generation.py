@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from quantkit.errors import GenerationError
 from quantkit.models.families import uses_alibi
+from quantkit.ops.decode.choose import can_choose, choose_most_probable
 from quantkit.runtime.cuda_graph import DEVICE_LOCK, capture
 from quantkit.runtime.decoder_block import fused_blocks
 from quantkit.runtime.grouped_experts import run_by_host
 from quantkit.runtime.norms import fast_norm
+from quantkit.runtime.rotary import RotaryTable, rotary_table
 from quantkit.runtime.sampling import Draw
 from quantkit.runtime.session_cache import SessionCache
 from quantkit.runtime.shared_products import share_products
@@ -25,10 +27,14 @@ _WARM_UP_STEPS = 2
 
 @dataclass(frozen=True)
 class Runner:
-    """What runs prompts and tokens. layers: of the cache, whose counts it leaves to whoever calls it."""
+    """What runs prompts and tokens. layers: of the cache, whose counts it leaves to whoever calls it.
+
+    rotary: what gives single tokens their angles.
+    """
 
     model: Any
     layers: tuple[int, ...] = ()
+    rotary: tuple[RotaryTable, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,8 @@ def start(
     device = ids.device
     runner = runner or runner_for(model, device)
     cache = SessionCache(model, capacity, device, padded=padding is not None, together=runner.layers)
+    for table in runner.rotary:
+        table.reserve(cache.capacity, model.dtype, device)
     session = Session(
         runner,
         cache,
@@ -133,7 +141,8 @@ def runner_for(model: Any, device: torch.device) -> Runner:
 
 
 def fused_runner(model: Any) -> Runner:
-    """A twin of the model that generates: described decoder blocks by decoder_block.py, other norms by norms.py.
+    """A twin of the model that generates: described decoder blocks by decoder_block.py, other norms by norms.py, angles
+    of single tokens by rotary.py.
 
     The model keeps its own code; its Linears of one input become views of one tensor. Floating-point and quantized
     models get the same, so that their times compare.
@@ -144,17 +153,26 @@ def fused_runner(model: Any) -> Runner:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the kernels read weights before their predecessors on the stream have ended
     forwards: dict[nn.Module, Forward] = {block.block: block.forward for block in blocks}
+    tables = []
     for module in model.modules():
-        norm = None if is_watched(module) else fast_norm(module)
+        if is_watched(module):
+            continue
+        norm, table = fast_norm(module), rotary_table(module)
         if norm is not None:
             forwards[module] = norm
+        if table is not None:
+            forwards[module] = table
+            tables.append(table)
     layers = tuple(block.attention.module.layer_idx for block in blocks)
-    return Runner(twin_of(model, forwards), layers)
+    return Runner(twin_of(model, forwards), layers, tuple(tables))
 
 
 def _choose(session: Session, logits: Tensor, count: int) -> None:
-    session.token.copy_(logits.argmax(-1, keepdim=True) if session.draw is None else session.draw(logits))
     session.position.add_(count)
+    if session.draw is None and can_choose(logits):
+        choose_most_probable(logits, session.token, session.tokens, session.position)
+        return
+    session.token.copy_(logits.argmax(-1, keepdim=True) if session.draw is None else session.draw(logits))
     session.tokens.index_copy_(1, session.position, session.token)
 
 

@@ -14,6 +14,7 @@ from quantkit.ops.activations import ACTIVATIONS
 from quantkit.ops.bcq import autotune
 from quantkit.ops.bcq.arranged import InputOrder, arranged_gated, arranged_norm
 from quantkit.ops.bcq.op import BcqLinearPrepared, bcq_linear_with_epilogue
+from quantkit.ops.decode.choose import choose_most_probable
 from quantkit.ops.decode.op import add_norm, attention, gated, norm, place_prompt
 from quantkit.ops.epilogue import Epilogue
 from quantkit.ops.instances import INSTANCES, all_units
@@ -71,6 +72,8 @@ def _run_decode() -> None:
         for rotary, scale in ((True, None), (False, 0.5), (False, None)):
             heads, angles, cache = prompt_heads(2, 9, dtype, CPU)
             place_prompt(heads, angles if rotary else None, cache, scale)
+        token, tokens = torch.zeros(2, 1, dtype=torch.long), torch.zeros(2, 9, dtype=torch.long)
+        choose_most_probable(torch.zeros(2, 100, dtype=dtype), token, tokens, torch.tensor([3]))
         for activation in ACTIVATIONS:
             gated(torch.zeros(2, 64, dtype=dtype), torch.zeros(2, 64, dtype=dtype), activation)
 

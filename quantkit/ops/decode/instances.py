@@ -12,6 +12,7 @@ from quantkit.ops.constants import SHARED_CONSTANTS
 from quantkit.ops.decode.layout import DTYPE_CODES_TAKEN, HEAD_DIMS, VECTOR_VALUES
 
 NORM_THREADS, ATTENTION_THREADS, GATED_THREADS, ROTARY_THREADS, PROMPT_THREADS = 512, 512, 128, 128, 128
+CHOOSE_THREADS = 1024
 
 
 class AttentionBlock(NamedTuple):
@@ -39,11 +40,13 @@ _CONSTANTS = {
     "GATED_THREADS": GATED_THREADS,
     "ROTARY_THREADS": ROTARY_THREADS,
     "PROMPT_THREADS": PROMPT_THREADS,
+    "CHOOSE_THREADS": CHOOSE_THREADS,
     "SPLIT_STEP": SPLIT_STEP,
 }
 _NORM = KernelSource("decode/norm.cu", _CONSTANTS)
 _ROTARY = KernelSource("decode/rotary.cu", _CONSTANTS)
 _PROMPT = KernelSource("decode/prompt.cu", _CONSTANTS)
+_CHOOSE = KernelSource("decode/choose.cu", _CONSTANTS)
 _ATTENTION = KernelSource("decode/attention.cu", _CONSTANTS)
 
 
@@ -72,6 +75,11 @@ def prompt_unit(dtype: int) -> CompileUnit:
     return CompileUnit(_PROMPT, "decodePrompt", (dtype,))
 
 
+def choose_unit(dtype: int) -> CompileUnit:
+    """decodeChoose for one of DTYPE_CODES_TAKEN."""
+    return CompileUnit(_CHOOSE, "decodeChoose", (dtype,))
+
+
 def attention_unit(head_dim: int, dtype: int, block: AttentionBlock) -> CompileUnit:
     """decodeAttention for one of HEAD_DIMS, of DTYPE_CODES_TAKEN and of ATTENTION_BLOCKS."""
     return CompileUnit(_ATTENTION, "decodeAttention", (head_dim, dtype, block.threads, block.heads))
@@ -90,6 +98,7 @@ def decode_units(_row: Architecture) -> Iterator[CompileUnit]:
         yield gated_unit(dtype)
         yield rotary_unit(dtype)
         yield prompt_unit(dtype)
+        yield choose_unit(dtype)
         for head_dim in HEAD_DIMS:
             yield from (attention_unit(head_dim, dtype, block) for block in ATTENTION_BLOCKS)
             yield combine_unit(head_dim, dtype)
