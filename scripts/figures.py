@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 RESULTS, OUT = (Path(__file__).parents[1] / "docs" / name for name in ("results", "img"))
-SPEED_FILE, SPEED_SHAPE, SPEED_ROWS = "bcq-linear-h200.json", "12288x12288", 256
+SPEED_FILE, SPEED_SHAPE, SPEED_ROWS = "bcq-linear-12288-h200.json", "12288x12288", 256
 SPEED_LINES = {  # what was measured: its name and colour here
     "fp16": ("fp16", "#555555"),
     "humming-4": ("Humming, 4 bits", "#e6550d"),
@@ -167,7 +167,7 @@ def draw_serving(path: Path) -> None:
 def draw_speed(path: Path) -> None:
     """Microseconds against rows of activations."""
     document = read(SPEED_FILE)
-    figure, axes = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
     for what, points in speed_lines(document["entries"]).items():
         label, colour = SPEED_LINES[what]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=colour, linewidth=2, label=label)
@@ -176,7 +176,7 @@ def draw_speed(path: Path) -> None:
     axes.set_xticks(rows, [str(count) for count in rows])
     axes.set_ylim(0)
     axes.set(xlabel="rows of activations (tokens at once)", ylabel="microseconds")
-    axes.legend(frameon=False, fontsize=9)
+    figure.legend(frameon=False, fontsize=9, loc="outside lower center", ncols=2)
     facts = document["environment"]
     axes.set_title(
         f"One {SPEED_SHAPE.replace('x', ' x ')} Linear, groups of 128, cold L2\n{facts['device']}, torch "
