@@ -84,7 +84,7 @@ __device__ __forceinline__ uint4 gatedVector(const uint16* gate, const uint16* u
     float gates[kVectorValues], values[kVectorValues];
     unpack<kDtype>(*reinterpret_cast<const uint4*>(gate), gates);
     unpack<kDtype>(*reinterpret_cast<const uint4*>(up), values);
-    // The usual one without calls, which would wait for each other: rows of one token are by few warps.
+    // silu, the usual one, stands here: eight calls run one after the other, and the row of one token has few warps to hide it.
     if (activation == kSilu) {
 #pragma unroll
         for (int k = 0; k < kVectorValues; ++k) gates[k] = silu(gates[k]);

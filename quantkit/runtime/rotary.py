@@ -1,6 +1,6 @@
 """Cosines and sines of single tokens from a table, where transformers makes them anew at every step.
 
-Made anew they are ten kernels, each of which waits for the one before: 1 % of a step of an 8B model on an H200.
+Made anew they are nine kernels, each of which waits for the one before: 1 % of a step of an 8B model on an H200.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The file that an error table is cached in."""
+"""What a search chooses from, and the file that an error table is cached in."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.errors import RecipeError, StatsError
 from quantkit.search import table as table_module
-from quantkit.search.table import Option, TableFile
+from quantkit.search.table import Option, TableFile, options_of
 
 
 def test_cache_ignores_a_torn_last_line(tmp_path: Path) -> None:
@@ -41,3 +41,7 @@ def test_a_cache_keeps_no_nan_and_leaves_no_empty_file(tmp_path: Path) -> None:
 def test_the_code_that_fills_a_table_is_all_of_it() -> None:
     names = {path.name for path in table_module._solver_files()}
     assert {"bcq.py", "quantizer.py", "compensation.py", "sensitivity.py", "gradients.py"} <= names
+
+
+def test_trellis_codes_are_searched_from_two_to_four_bits_by_row() -> None:
+    assert options_of("trellis", None, None) == [Option(2, -1), Option(3, -1), Option(4, -1)]
