@@ -16,14 +16,14 @@ from quantkit.ops.epilogue import Epilogue
 
 Layout = Literal["latency", "few", "batch"]
 """What a weight's order in a GPU's memory is for: one token at a time, two to four, or many."""
-_ONE_SEQUENCE, _FEW_SEQUENCES = 1, 4
+_FEW_SEQUENCES = 4
 
 
 def layout_for(sequences: int) -> Layout:
     """The order of weights with which so many sequences are decoded fastest."""
-    if sequences <= _ONE_SEQUENCE:
-        return "latency"
-    return "few" if sequences <= _FEW_SEQUENCES else "batch"
+    if sequences > _FEW_SEQUENCES:
+        return "batch"
+    return "few" if sequences > 1 else "latency"
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ def can_choose(logits: Tensor) -> bool:
 def choose_most_probable(logits: Tensor, token: Tensor, tokens: Tensor, position: Tensor) -> None:
     """Write the place of the largest of logits [B, vocabulary] to token [B, 1], and to tokens [B, capacity].
 
-    Of equal ones the first, and NaN before all numbers. position [1]: of it in tokens. All three are int64
-    and contiguous.
+    Of equal ones the first, and NaN before all numbers. position [1]: where in tokens. token, tokens and position are
+    int64 and contiguous.
     """
     sequences, vocabulary = logits.shape
     even = sequences == 1 or logits.stride(0) % VECTOR_VALUES == 0
