@@ -22,8 +22,9 @@ from quantkit.quantizers.bcq.scales import ScaleGrid
 from quantkit.tuning.codes import gradients_of_groups, nearest_codes, weight_of
 from quantkit.tuning.part import Straight, TunedPart
 
-# How deep inside the cell of its code a weight starts, as a share of the way from the code's level to the border.
-_INSIDE = 0.98
+# How far a weight starts from the level of its code at most, as a share of the way to the border of the code's cell.
+# Where compensation chose codes, originals often lie outside; at 0.98 the first steps moved them all back.
+_INSIDE = 0.7
 
 
 class TunedLinear(TunedPart):

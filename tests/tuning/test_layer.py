@@ -119,6 +119,21 @@ def test_a_weight_expanded_once_gathers_the_gradients_of_all_backward_passes(
     assert not torch.equal(together(inputs[0]), apart(inputs[0]))  # it expands anew outside
 
 
+def test_a_weight_whose_original_is_outside_the_cell_of_its_code_starts_well_inside() -> None:
+    """Of one plane the border between the two cells is the offset."""
+    quantized, weight = linear(BcqSettings(weight_bits=1, group_size=-1))
+    tuned = TunedLinear(quantized, torch.full_like(weight, 100.0))
+    assert tuned.latent is not None
+    assert tuned.offset is not None
+    levels, border = tuned.dequantize().detach(), tuned.offset.detach().expand(N, K)
+    below = levels < border
+    assert below.any()
+    assert not below.all()
+    inside = levels + 0.7 * (border - levels)
+    torch.testing.assert_close(tuned.latent.detach()[below], inside[below], rtol=0, atol=PRODUCT_ATOL)
+    assert (tuned.latent.detach()[~below] == 100.0).all()  # outermost cells have no border on that side
+
+
 def test_latent_weights_get_the_gradient_of_the_weight() -> None:
     quantized, weight = linear(SETTINGS[0])
     tuned, gradient = TunedLinear(quantized, weight), torch.randn(N, K)
