@@ -23,7 +23,7 @@ from quantkit.tuning.codes import gradients_of_groups, nearest_codes, weight_of
 from quantkit.tuning.part import Straight, TunedPart
 
 # How far a weight starts from the level of its code at most, as a share of the way to the border of the code's cell.
-# Where compensation chose codes, originals often lie outside; at 0.98 the first steps moved them all back.
+# Where compensation chose codes, originals often lie outside; from 0.98 a few steps take a weight over the border.
 _INSIDE = 0.7
 
 
