@@ -53,7 +53,8 @@ def test_recipes_that_differ_in_the_whole_models_passes_alone_share_tuned_blocks
     arguments = [str(tiny_model("llama")), "--texts", str(text_file), "--calibration-text", str(text_file)]
     arguments += ["--windows", "8", "--statistics-windows", "2", "--calibration-seq-len", "16", "--seq-len", "16"]
     arguments += ["--max-windows", "2", "--json", str(document), "--recipes"]
-    passes = [f"{blocks}+tune.epochs=0", f"{blocks}+tune.epochs=2+tune.codes=true", f"{blocks}+tune.epochs=2"]
+    again = f"{blocks}+tune.epochs=2+tune.codes=true+tune.epoch_code_rate=0.1"  # in a few steps, out of their cells
+    passes = [f"{blocks}+tune.epochs=0", again, f"{blocks}+tune.epochs=2"]
     monkeypatch.setattr(sys, "argv", ["tuned.py", *arguments, *passes, f"{passes[-1]}+tune.rate=0.01"])
     tuned.main()
     _, alone, codes, stay, other = json.loads(document.read_text())["rows"]
