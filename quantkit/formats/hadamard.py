@@ -75,7 +75,11 @@ def inverse_root(width: int) -> float:
 
 
 def _signs(x: Tensor) -> Tensor:
+    return _first_signs(x.shape[-1], x.device)
+
+
+@cache
+def _first_signs(columns: int, device: torch.device) -> Tensor:
     bits = [word >> i & 1 for word in SIGN_WORDS for i in range(32)]
-    signs = 1.0 - 2.0 * torch.tensor(bits, dtype=torch.float32, device=x.device)
-    columns = x.shape[-1]
+    signs = 1.0 - 2.0 * torch.tensor(bits, dtype=torch.float32, device=device)
     return signs.repeat(-(-columns // WIDEST_BLOCK))[:columns]

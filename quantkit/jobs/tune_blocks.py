@@ -20,7 +20,8 @@ from quantkit.progress import say
 from quantkit.quantizers.rotation import rotate_outside_again
 from quantkit.ranks import Ranks
 from quantkit.tuning.block import prediction_error, tune_block
-from quantkit.tuning.optimize import Loss, TuneReport
+from quantkit.tuning.optimize import TuneReport
+from quantkit.tuning.steps import Loss
 
 QUANTIZED, ORIGINAL = 0, 1
 """Whose hidden states stand side by side in BlockInputs."""

@@ -16,13 +16,12 @@ from quantkit.tuning.optimize import (
     FP32,
     HIDDEN_COPIES,
     LOGIT_COPIES,
-    Loss,
-    Objective,
     TuneReport,
     divergence,
     tune,
 )
 from quantkit.tuning.settings import TuneSettings
+from quantkit.tuning.steps import CPU, Loss, Objective
 
 # Held per quantized weight: its code, what it stands for in the graph, the gradient of that. With codes that are chosen
 # again also the original weight, the copy of it that is tuned, its gradient, two moments and the best so far.
@@ -57,20 +56,26 @@ def tune_block(
             dtype=dtype,
             of=f"quantized block {index}",
             shown=False,
+            device=_place(inputs.hidden, targets) if loss is None else CPU,
         )
         once = replace(settings, epochs=settings.blocks)
         return tune(list(tuned.parts.values()), list(tuned.others.values()), objective, once)
+
+
+def _place(hidden: Tensor, targets: Tensor) -> torch.device:
+    """Where windows are read by their numbers; the CPU where one of the two had no room on the GPU."""
+    return hidden.device if hidden.device == targets.device else CPU
 
 
 def output_error(block: nn.Module, index: int, inputs: BlockInputs, targets: Tensor) -> Loss:
     """The mean squared error of a block's outputs, as a share of the mean square of the targets."""
     size = torch.stack([window.float().square().mean() for window in targets]).mean().item() or 1.0
 
-    def error(number: int) -> Tensor:
-        output = call_block(block, inputs, index, inputs.hidden[number][None])
-        return (output - targets[number][None].to(output)).square().mean()
+    def error(number: Tensor) -> Tensor:
+        output = call_block(block, inputs, index, inputs.hidden.index_select(0, number.to(inputs.hidden.device)))
+        return (output - targets.index_select(0, number.to(targets.device)).to(output)).square().mean()
 
-    return lambda numbers: torch.stack([error(number) for number in numbers.tolist()]).mean() / size
+    return lambda numbers: torch.stack([error(number) for number in numbers.split(1)]).mean() / size
 
 
 def prediction_error(stream: ModelStream, inputs: BlockInputs, targets: Tensor, windows: Tensor) -> Loss:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,10 +14,7 @@ from quantkit.errors import StatsError
 from quantkit.progress import track
 from quantkit.tuning.part import TunedPart, expanded_once
 from quantkit.tuning.settings import TuneSettings
-
-_BETAS = (0.9, 0.99)
-_WARM_UP = 0.05  # share of all steps
-_SMALLEST_RATE = 1e-8  # so that a tensor of zeros can move
+from quantkit.tuning.steps import Objective, Steps
 
 FP32 = 4  # bytes
 HIDDEN_COPIES = 40
@@ -25,29 +22,10 @@ HIDDEN_COPIES = 40
 LOGIT_COPIES = 6
 """Of the predictions of both models, as logarithms, and gradients."""
 
-Loss = Callable[[Tensor], Tensor]
-"""Window numbers [b] -> their mean loss, with a graph where gradients are on."""
-
 
 def divergence(found: Tensor, wanted: Tensor) -> Tensor:
     """KL(wanted || found) in nats per token of log-probabilities [tokens, vocabulary]."""
     return nn.functional.kl_div(found, wanted, log_target=True, reduction="sum") / len(found)
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What is lowered. windows: how many there are. at_once: windows whose graph is held at a time.
-
-    dtype: what norms and biases are stored in: the held-out loss is that of the stored values. of: what is tuned, for
-    messages. shown: whether stderr shows how far a pass is.
-    """
-
-    loss: Loss
-    windows: int
-    at_once: int
-    dtype: torch.dtype
-    of: str = "quantized model"
-    shown: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,51 +62,24 @@ def tune(
     Raises StatsError for a loss that is not finite at the start.
     """
     used, held_out = split_windows(objective.windows, settings.held_out)
+    held_out = held_out.to(objective.device)
     state = _State(parts, others, objective.dtype)
-    optimizer = torch.optim.Adam(_groups(parts, others, settings), betas=_BETAS, fused=True)
-    steps = settings.epochs * -(-len(used) // settings.batch)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, steps))
+    steps = Steps(parts, others, objective, settings, settings.epochs * -(-len(used) // settings.batch))
     generator = torch.Generator().manual_seed(settings.seed)
     best, least, kept = state.rounded(), state.held_out_loss(objective, held_out), 0
     if not math.isfinite(least):
         raise StatsError(f"tuning: the held-out loss of the {objective.of} is not finite")
     passes = [least]
     for epoch in range(1, settings.epochs + 1):
-        order = used[torch.randperm(len(used), generator=generator)]
+        order = used[torch.randperm(len(used), generator=generator)].to(objective.device)
         batches = order.split(settings.batch)
         for batch in track(batches, f"tuning, pass {epoch} of {settings.epochs}") if objective.shown else batches:
-            optimizer.zero_grad(set_to_none=True)
-            with expanded_once(parts):
-                for part in batch.split(objective.at_once):
-                    (objective.loss(part) * (len(part) / len(batch))).backward()
-            optimizer.step()
-            schedule.step()
+            steps.take(batch)
         passes.append(state.held_out_loss(objective, held_out))
         if passes[-1] < least:
             best, least, kept = state.rounded(), passes[-1], epoch
     state.load(best)
     return TuneReport(passes[0], least, kept, tuple(passes[1:]))
-
-
-def _share(step: int, steps: int) -> float:
-    """Of the first rate: a short rise, then half a cosine down to 0."""
-    warm_up = max(1, round(steps * _WARM_UP))
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
-
-
-def _groups(parts: Sequence[TunedPart], others: Sequence[nn.Parameter], settings: TuneSettings) -> list[dict[str, Any]]:
-    """One group of the optimizer per tensor: its rate follows its size."""
-    groups = []
-    tensors = [(parameter, settings.rate) for parameter in others]
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            tensors.append((parameter, settings.code_rate if name == "latent" else settings.rate))
-    for parameter, rate in tensors:
-        size = parameter.detach().square().mean().sqrt().item()
-        groups.append({"params": [parameter], "lr": max(rate * size, _SMALLEST_RATE)})
-    return groups
 
 
 class _State:

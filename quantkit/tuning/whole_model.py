@@ -12,8 +12,9 @@ from torch import Tensor
 from quantkit.models.families import linear_weight
 from quantkit.models.logits import log_probabilities
 from quantkit.tuning.install import tunable
-from quantkit.tuning.optimize import FP32, HIDDEN_COPIES, LOGIT_COPIES, Objective, TuneReport, divergence, tune
+from quantkit.tuning.optimize import FP32, HIDDEN_COPIES, LOGIT_COPIES, TuneReport, divergence, tune
 from quantkit.tuning.settings import TuneSettings, for_whole_model
+from quantkit.tuning.steps import Objective
 from quantkit.tuning.target import Target
 
 # Windows of a graph that is held at a time have so many tokens, so that their logits stay below 2 GB for most models.
@@ -40,12 +41,13 @@ def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSetting
 
         at_once = max(1, _TOKENS_AT_ONCE // windows.shape[1])
         with _short_products():
-            target = Target(original, windows, at_once)
+            tokens = windows.to(device)
+            target = Target(original, tokens, at_once)
 
             def loss(numbers: Tensor) -> Tensor:
-                return divergence_loss(target.log_probabilities(numbers), model, windows[numbers].to(device))
+                return divergence_loss(target.log_probabilities(numbers), model, tokens[numbers])
 
-            objective = Objective(loss, len(windows), at_once, dtype)
+            objective = Objective(loss, len(windows), at_once, dtype, device=device)
             parts, others = list(tuned.parts.values()), list(tuned.others.values())
             report = tune(parts, others, objective, for_whole_model(settings))
         model.to("cpu")

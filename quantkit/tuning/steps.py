@@ -1,0 +1,151 @@
+"""The steps of a tuning: Adam with a rate of its own per tensor.
+
+On a GPU a step of small windows is hundreds of short kernels, and the host takes ten times as long to start them as
+they run. So a step that never waits for the host is captured in a CUDA graph: the first step runs as it is, the second
+shows whether it waits, all further ones are replayed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.runtime.cuda_graph import capture
+from quantkit.tuning.part import TunedPart, expanded_once
+from quantkit.tuning.settings import TuneSettings
+
+CPU = torch.device("cpu")
+_BETAS = (0.9, 0.99)
+_WARM_UP = 0.05  # share of all steps
+_SMALLEST_RATE = 1e-8  # so that a tensor of zeros can move
+
+Loss = Callable[[Tensor], Tensor]
+"""Window numbers [b] -> their mean loss, with a graph where gradients are on."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is lowered. windows: how many there are. at_once: windows whose graph is held at a time.
+
+    dtype: what norms and biases are stored in: the held-out loss is that of the stored values. of: what is tuned, for
+    messages. shown: whether stderr shows how far a pass is. device: where the loss takes the numbers of windows; on a
+    GPU it must read everything there by them, as a captured step gets other numbers in the same place.
+    """
+
+    loss: Loss
+    windows: int
+    at_once: int
+    dtype: torch.dtype
+    of: str = "quantized model"
+    shown: bool = True
+    device: torch.device = CPU
+
+
+class Steps:
+    """Steps of Adam on the parts and the other parameters, in place; rates rise shortly and fall to 0 at ``count``."""
+
+    def __init__(
+        self,
+        parts: Sequence[TunedPart],
+        others: Sequence[nn.Parameter],
+        objective: Objective,
+        settings: TuneSettings,
+        count: int,
+    ):
+        self._parts, self._objective, self._count, self._taken = parts, objective, count, 0
+        groups = _groups(parts, others, settings)
+        self._rates = torch.tensor([group["lr"] for group in groups], dtype=torch.float64)
+        self._captured = _Captured(objective.device, settings.batch) if objective.device.type == "cuda" else None
+        if self._captured:
+            self._rates = self._rates.to(objective.device, torch.float32)
+            self._now = self._rates.clone()
+            for group, rate in zip(groups, self._now, strict=True):
+                group["lr"] = rate
+        self._optimizer = torch.optim.Adam(groups, betas=_BETAS, fused=True, capturable=self._captured is not None)
+
+    def take(self, batch: Tensor) -> None:
+        """One step on the mean loss of the windows of these numbers."""
+        share = _share(self._taken, self._count)
+        self._taken += 1
+        if self._captured is None:
+            for group, rate in zip(self._optimizer.param_groups, self._rates.tolist(), strict=True):
+                group["lr"] = rate * share
+            self._step(batch)
+            return
+        torch.mul(self._rates, share, out=self._now)
+        self._captured.run(self._step, batch)
+
+    def _step(self, batch: Tensor) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        with expanded_once(self._parts):
+            for part in batch.split(self._objective.at_once):
+                (self._objective.loss(part) * (len(part) / len(batch))).backward()
+        self._optimizer.step()
+
+
+class _Captured:
+    """A step of full batches, in a CUDA graph where it never waits for the host."""
+
+    def __init__(self, device: torch.device, batch: int):
+        self._numbers = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._taken, self._waits = 0, False
+
+    def run(self, step: Callable[[Tensor], None], batch: Tensor) -> None:
+        """One step on the windows of these numbers, on the GPU."""
+        if self._waits or len(batch) != len(self._numbers):
+            step(batch)
+            return
+        self._numbers.copy_(batch)
+        self._taken += 1
+        if self._taken == 1:  # makes Adam's moments, loads kernels
+            step(self._numbers)
+        elif self._taken == 2:
+            self._waits = _waits(lambda: step(self._numbers))
+        else:
+            if self._graph is None:
+                torch.cuda.empty_cache()  # the graph has memory of its own
+                self._graph = capture([lambda: step(self._numbers)], self._numbers.device, warm_up=[])
+            self._graph.replay()
+
+
+def _waits(step: Callable[[], None]) -> bool:
+    """Take a step; whether it makes the host wait for the GPU, as experts do that ask how many tokens they have."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        return False
+    except RuntimeError as error:
+        if "synchronizing CUDA operation" not in str(error):
+            raise
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    step()  # what it had begun changed nothing but gradients, which it begins anew
+    return True
+
+
+def _share(step: int, steps: int) -> float:
+    """Of the first rate: a short rise, then half a cosine down to 0."""
+    warm_up = max(1, round(steps * _WARM_UP))
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+
+
+def _groups(parts: Sequence[TunedPart], others: Sequence[nn.Parameter], settings: TuneSettings) -> list[dict[str, Any]]:
+    """One group of the optimizer per tensor: its rate follows its size."""
+    groups = []
+    tensors = [(parameter, settings.rate) for parameter in others]
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            tensors.append((parameter, settings.code_rate if name == "latent" else settings.rate))
+    for parameter, rate in tensors:
+        size = parameter.detach().square().mean().sqrt().item()
+        groups.append({"params": [parameter], "lr": max(rate * size, _SMALLEST_RATE)})
+    return groups

@@ -1,0 +1,112 @@
+"""Steps of tuning on a GPU: captured where they can be, and the same either way."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quantkit.models.streaming import BlockCall
+from quantkit.tuning import steps
+from quantkit.tuning.block import tune_block
+from quantkit.tuning.optimize import TuneReport
+from quantkit.tuning.whole_model import tune_model
+from tests.tuning.test_block import INDEX, SETTINGS, setting_with_weights
+from tests.tuning.test_whole_model import SETTINGS as WHOLE
+from tests.tuning.test_whole_model import models, text
+
+pytestmark = pytest.mark.cuda
+
+# 12 windows, 10 of them tuned on: steps of three leave a step of one at the end of each pass.
+CODES = replace(SETTINGS, blocks=3, batch=3, block_codes=True)
+
+
+def on_gpu(value: Any) -> Any:
+    """The value with its tensors on the GPU."""
+    if isinstance(value, Tensor):
+        return value.cuda()
+    if isinstance(value, tuple | list):
+        return type(value)(on_gpu(each) for each in value)
+    return {key: on_gpu(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def tuned(family: str, *, hidden_on_gpu: bool = True) -> tuple[nn.Module, TuneReport]:
+    """A block of a tiny model, tuned on the GPU."""
+    torch.manual_seed(3)
+    block, inputs, targets, weights = setting_with_weights(family, bits=2)
+    calls = tuple(BlockCall(on_gpu(call.arguments), on_gpu(call.keywords)) for call in inputs.calls)
+    inputs = replace(inputs, calls=calls)
+    if hidden_on_gpu:
+        inputs, targets = inputs.with_hidden(inputs.hidden.cuda()), targets.cuda()
+    report = tune_block(
+        block.cuda(), INDEX, inputs, targets, CODES, dtype=torch.float32, original=lambda name: weights[name].cuda()
+    )
+    return block, report
+
+
+def count_replays(patch: pytest.MonkeyPatch) -> list[int]:
+    """A list that gets an entry for every replay of a captured step."""
+    replays: list[int] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        replays.append(1)
+        replay(graph)
+
+    patch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    return replays
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gpt2"])
+def test_captured_steps_give_what_steps_one_by_one_give(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = count_replays(monkeypatch)
+    block, report = tuned(family)
+    full_batches = CODES.blocks * 3
+    assert len(replays) == full_batches - 2
+    assert report.after < report.before
+    monkeypatch.setattr(steps, "_waits", lambda step: step() or True)
+    other, plain = tuned(family)
+    assert len(replays) == full_batches - 2
+    assert report == plain
+    for name, tensor in block.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_captured_steps_of_a_whole_model_give_what_steps_one_by_one_give(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(4)
+    original, model = models(family)
+    original.cuda()
+    windows, replays, found = text(), count_replays(monkeypatch), []
+    for captured in (True, False):
+        if not captured:
+            monkeypatch.setattr(steps, "_waits", lambda step: step() or True)
+        twin = copy.deepcopy(model)
+        report = tune_model(original, twin, windows, WHOLE, dtype=torch.float32)
+        found.append((report, twin.state_dict()))
+        assert report.after < report.before
+        assert len(replays) == WHOLE.epochs * 5 - 2
+    assert found[0][0] == found[1][0]
+    for name, tensor in found[0][1].items():
+        assert torch.equal(tensor, found[1][1][name]), name
+
+
+def test_steps_that_wait_for_the_host_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = count_replays(monkeypatch)
+    _, report = tuned("qwen3_moe")
+    assert not replays
+    assert report.after < report.before
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_hidden_states_that_stay_in_memory_are_read_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = count_replays(monkeypatch)
+    _, report = tuned("llama", hidden_on_gpu=False)
+    assert not replays
+    assert report.after < report.before
