@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -13,12 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from quantkit import __version__
-from quantkit.calibration.artifact import STATS_FIELDS, Calibration, CalibrationMeta, TextSource
+from quantkit.calibration.artifact import STATS_FIELDS, Calibration, CalibrationMeta
 from quantkit.calibration.collectors import Collector, RoutedCollector, sample_positions
+from quantkit.calibration.drawing import DrawnWindows, digest, draw_windows
 from quantkit.calibration.prefix import find_prefix
 from quantkit.calibration.saliency import SaliencyPass, check_takes_saliency, collect_saliency
 from quantkit.data.corpora import Corpus
-from quantkit.data.windows import check_seq_len, check_vocabulary, shuffled_windows, tokenize
 from quantkit.errors import ModelError, StatsError
 from quantkit.models.experts import expert_linears
 from quantkit.models.families import block_linears, linear_shape
@@ -39,11 +38,56 @@ Keep = Callable[[Mapping[str, Any]], AbstractContextManager[Workspace]]
 def calibrate(
     stream: ModelStream,
     tokenizer: Any,
-    corpus: Corpus,
+    corpus: Corpus | None,
     *,
     name: str,
     windows: int,
     seq_len: int,
+    seed: int,
+    written: int = 0,
+    activations: torch.dtype = torch.float32,
+    prefix: bool = False,
+    saliency: int = 0,
+    keep: Keep = passing_workspace,
+    ranks: Ranks = ALONE,
+) -> Calibration | None:
+    """Statistics of every Linear of the decoder blocks over seeded windows of the corpus, or written by the model.
+
+    written, corpus: as draw_windows takes them; the rest as calibrate_windows does, which also says what is raised.
+    """
+    check_calibrates(stream, name, saliency)
+    drawn = draw_windows(
+        stream, tokenizer, corpus, windows=windows, seq_len=seq_len, seed=seed, written=written, ranks=ranks
+    )
+    return calibrate_windows(
+        stream,
+        tokenizer,
+        drawn,
+        name=name,
+        seed=seed,
+        activations=activations,
+        prefix=prefix,
+        saliency=saliency,
+        keep=keep,
+        ranks=ranks,
+    )
+
+
+def check_calibrates(stream: ModelStream, name: str, saliency: int = 0) -> None:
+    """Raise ModelError for a model that cannot be calibrated, such as a quantized one. name: of the model."""
+    if is_quantized(stream.model):
+        raise ModelError(f"model {name} is quantized already; calibrate the floating-point model that it was made from")
+    block_linears(stream.model)
+    if saliency:
+        check_takes_saliency(stream.model, saliency)
+
+
+def calibrate_windows(
+    stream: ModelStream,
+    tokenizer: Any,
+    drawn: DrawnWindows,
+    *,
+    name: str,
     seed: int,
     activations: torch.dtype = torch.float32,
     prefix: bool = False,
@@ -51,7 +95,7 @@ def calibrate(
     keep: Keep = passing_workspace,
     ranks: Ranks = ALONE,
 ) -> Calibration | None:
-    """Statistics of every Linear of the decoder blocks over seeded windows of the corpus.
+    """Statistics of every Linear of the decoder blocks over these windows.
 
     Experts are calibrated by the tokens routed to them.
     name: what the artifact calls the model. prefix: look for tokens that take massive channels, collect behind them.
@@ -61,26 +105,18 @@ def calibrate(
     Raises ModelError (also for a quantized model) and DataError before the pass; StatsError, naming the layer, for
     NaN or Inf in an activation.
     """
-    model = stream.model
-    if is_quantized(model):
-        raise ModelError(f"model {name} is quantized already; calibrate the floating-point model that it was made from")
-    block_linears(model)
-    if saliency:
-        check_takes_saliency(model, saliency)
-    check_seq_len(seq_len, model)
-    ids = tokenize(tokenizer, corpus.text, name=corpus.name)
-    check_vocabulary(ids, model, name=corpus.name)
-    chosen = shuffled_windows(ids, seq_len, windows, seed=seed, name=corpus.name)
+    chosen = drawn.windows
+    count, seq_len = chosen.shape
     found_prefix = find_prefix(stream, tokenizer, chosen) if prefix else None
     ahead = found_prefix or ()
-    vocabulary = vocabulary_windows(tokenizer, model, seq_len, windows, seed=seed)
-    text = TextSource(name=corpus.name, sha256=corpus.sha256, seed=seed, windows=windows)
+    vocabulary = vocabulary_windows(tokenizer, stream.model, seq_len, count, seed=seed)
     found = ranks.lead(lambda: stream_fingerprint(stream))
     identity = {
         "version": __version__,
         "model": found,
-        "text": {**asdict(text), "tokens": _digest(chosen)},
-        "vocabulary": _digest(vocabulary),
+        "texts": [asdict(text) for text in drawn.texts],
+        "tokens": digest(chosen),
+        "vocabulary": digest(vocabulary),
         "prefix": None if found_prefix is None else list(found_prefix),
         "saliency": saliency,
         "activations": str(activations),
@@ -95,7 +131,7 @@ def calibrate(
             weights = collect_saliency(SaliencyPass(stream, every, len(ahead), saliency, activations, work, ranks))
     if layers is None or weights is None:
         return None
-    meta = CalibrationMeta(name, found, (text,), seq_len, __version__, found_prefix, saliency)
+    meta = CalibrationMeta(name, found, drawn.texts, seq_len, __version__, found_prefix, saliency)
     return Calibration(layers, chosen.to(torch.int32), meta, weights)
 
 
@@ -225,10 +261,6 @@ def vocabulary_windows(tokenizer: Any, model: Any, seq_len: int, most: int, *, s
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
     count = min(-(-tokens // seq_len), most)
     return order.repeat(-(-count * seq_len // tokens))[: count * seq_len].view(count, seq_len)
-
-
-def _digest(windows: Tensor) -> str:
-    return sha256(windows.to(torch.int32).numpy().tobytes()).hexdigest()
 
 
 def _read_back(work: Workspace, names: list[str], blocks: int) -> dict[str, LayerStats]:

@@ -35,6 +35,14 @@ def calibrate(
     dataset: Annotated[str | None, typer.Option(help="wikitext2, c4 or pydoc (needs no network).")] = None,
     text: Annotated[Path | None, typer.Option(help="Local text: .txt, .jsonl or .parquet (column 'text').")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows to draw, without overlap.")] = 128,
+    written: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Of the windows, so many that the model writes itself, drawn from its own predictions; where it "
+            "writes all, no text is needed.",
+        ),
+    ] = 0,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 2048,
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of windows and of the sampled rows.")] = 0,
     prefix: Annotated[
@@ -63,7 +71,7 @@ def calibrate(
         raise CalibrationError(f"--out {out}: the artifact is a .safetensors file; give it that suffix")
     check_json_path(json_path)
     if merge is not None:
-        if model is not None or dataset is not None or text is not None:
+        if model is not None or dataset is not None or text is not None or written:
             raise CalibrationError("--merge A B takes no model and no text; it reads both from the artifacts")
         if rank_count() > 1:
             raise DeviceError("--merge runs as one process; start it without torchrun or accelerate launch")
@@ -79,9 +87,10 @@ def calibrate(
         from quantkit.data.corpora import check_text, load_text
         from quantkit.models.loading import open_stream, resolve_model
 
-        check_text(dataset, text)
+        if not _all_written(dataset, text, windows, written):
+            check_text(dataset, text)
         resolve_model(model)
-        corpus = load_text(dataset, text, split="train")
+        corpus = load_text(dataset, text, split="train") if written < windows else None
         import torch
 
         from quantkit.calibration.runner import calibrate as collect
@@ -98,6 +107,7 @@ def calibrate(
             windows=windows,
             seq_len=seq_len,
             seed=seed,
+            written=written,
             activations=hidden,
             prefix=prefix,
             saliency=saliency,
@@ -108,6 +118,17 @@ def calibrate(
             return
         _write(found, work, out)
     _show(found, out, json_path)
+
+
+def _all_written(dataset: str | None, text: Path | None, windows: int, written: int) -> bool:
+    """Whether the model writes all windows. Raises DataError where it would write more, or a text is left over."""
+    if written > windows:
+        raise DataError(f"--written {written}: more than --windows {windows}, of which they are")
+    if written == windows and (dataset is not None or text is not None):
+        raise DataError(
+            f"--written {written}: the model writes all --windows {windows}; leave the text out, or draw more windows"
+        )
+    return written == windows
 
 
 def _write(result: Calibration, work: Path, out: Path) -> None:

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from quantkit.calibration.artifact import Calibration
-from quantkit.calibration.runner import calibrate
+from quantkit.calibration.drawing import DrawnWindows, draw_windows
+from quantkit.calibration.runner import calibrate_windows
 from quantkit.data.corpora import Corpus, load_text
-from quantkit.data.windows import shuffled_windows, tokenize
 from quantkit.errors import RecipeError
 from quantkit.evaluation.divergence import divergence
 from quantkit.formats.table import stored_bytes
@@ -45,20 +45,22 @@ SEQ_LEN = 512
 
 def calibrated(options: argparse.Namespace, original: Any, tokenizer: Any) -> Calibration:
     """Statistics of the first windows, with all windows."""
-    corpus = load_text(None, options.calibration_text, split="train")
-    found = calibrate(
-        in_memory_stream(original),
+    stream, written = in_memory_stream(original), options.written
+    corpus = load_text(None, options.calibration_text, split="train") if written < options.windows else None
+    drawn = draw_windows(
+        stream,
         tokenizer,
         corpus,
-        name=options.model,
-        windows=options.statistics_windows,
+        windows=options.windows,
         seq_len=options.calibration_seq_len,
         seed=0,
+        written=written,
     )
+    first = drawn.windows[: options.statistics_windows]
+    some = DrawnWindows(first, (replace(drawn.texts[0], windows=len(first)),))  # of all texts, as windows are mixed
+    found = calibrate_windows(stream, tokenizer, some, name=options.model, seed=0)
     assert found is not None  # of the first rank, and there is one
-    ids = tokenize(tokenizer, corpus.text, name=corpus.name)
-    chosen = shuffled_windows(ids, options.calibration_seq_len, options.windows, seed=0, name=corpus.name)
-    return replace(found, windows=chosen.to(torch.int32))
+    return replace(found, windows=drawn.windows.to(torch.int32))
 
 
 def quantized(
@@ -211,8 +213,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--texts", type=Path, nargs="+", required=True)
-    parser.add_argument("--calibration-text", type=Path, required=True)
-    parser.add_argument("--windows", type=int, default=256, help="of the calibration text")
+    parser.add_argument("--calibration-text", type=Path, help="not needed where the model writes all windows")
+    parser.add_argument("--windows", type=int, default=256, help="that are tuned on")
+    parser.add_argument("--written", type=int, default=0, help="of them, those that the model writes itself")
     parser.add_argument("--statistics-windows", type=int, default=16, help="that statistics of inputs are taken of")
     parser.add_argument("--calibration-seq-len", type=int, default=SEQ_LEN)
     parser.add_argument("--recipes", nargs="+", required=True)

@@ -27,6 +27,17 @@ def test_artifact_is_written_and_described(tiny_model: Callable[[str], Path], te
     assert numbers["texts"][0]["sha256"] in result.stdout
 
 
+def test_the_model_writes_windows_beside_a_text_or_alone(
+    tiny_model: Callable[[str], Path], text_file: Path, tmp_path: Path
+) -> None:
+    for name, arguments in (("both", ("--written", "1", "--text", text_file)), ("alone", ("--written", "3"))):
+        out = tmp_path / f"{name}.safetensors"
+        result = run("calibrate", tiny_model("opt"), *arguments, *SMALL, "-o", out)
+        assert result.exit_code == 0, result.stderr
+        assert "written by the model (sha256" in result.stdout
+        assert load_calibration(out).windows.shape == (3, 64)
+
+
 def test_merge_joins_two_artifacts(tiny_model: Callable[[str], Path], text_file: Path, tmp_path: Path) -> None:
     parts = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for seed, part in enumerate(parts):
@@ -72,6 +83,9 @@ def test_existing_artifact_is_not_overwritten(
         (("--dataset", "pydoc", "-o", "c.safetensors"), "name a MODEL"),
         (("MODEL", "--text", "TEXT", "--windows", "9999", "--seq-len", "64", "-o", "c.safetensors"), "9999 were asked"),
         (("MODEL", "--text", "TEXT", "--seq-len", "4096", "-o", "c.safetensors"), "the model has 256 positions"),
+        (("MODEL", "--written", "129", "--text", "TEXT", "-o", "c.safetensors"), "more than --windows 128"),
+        (("MODEL", "--written", "128", "--text", "TEXT", "-o", "c.safetensors"), "leave the text out"),
+        (("MODEL", "--written", "127", "-o", "c.safetensors"), "give either --dataset"),
         (("MODEL", "--merge", "a", "b", "-o", "c.safetensors"), "takes no model"),
         (("--merge", "a", "b", "-o", "c.safetensors"), "cannot be read"),
     ],
@@ -86,6 +100,9 @@ def test_existing_artifact_is_not_overwritten(
         "no-model",
         "too-many-windows",
         "window-too-long",
+        "more-written-than-windows",
+        "text-left-over",
+        "text-missing",
         "merge-and-model",
         "merge-missing",
     ],
