@@ -34,7 +34,8 @@ class Objective:
 
     dtype: what norms and biases are stored in: the held-out loss is that of the stored values. of: what is tuned, for
     messages. shown: whether stderr shows how far a pass is. device: where the loss takes the numbers of windows; on a
-    GPU it must read everything there by them, as a captured step gets other numbers in the same place.
+    GPU it must read everything there by them, as a captured step gets other numbers in the same place. Whole models
+    take them on the CPU: the code of transformers asks what its masks hold, and so waits in every step.
     """
 
     loss: Loss

@@ -21,7 +21,7 @@ class Target:
     """
 
     def __init__(self, original: Any, windows: Tensor, at_once: int):
-        """windows: on the model's device. at_once: windows that the blocks read at a time."""
+        """at_once: windows that the blocks read at a time."""
         self._original, self._windows = original, windows
         self._blocks = [block for _, block in decoder_blocks(original)]
         self._rest: tuple[Any, ...] | None = None
@@ -29,18 +29,18 @@ class Target:
 
     @torch.no_grad()
     def log_probabilities(self, numbers: Tensor) -> Tensor:
-        """Of the windows of these numbers [b], there too: [b * seq_len, vocabulary] fp32."""
-        states = self._states[numbers]
+        """Of the windows of these numbers [b]: [b * seq_len, vocabulary] fp32."""
+        states = self._states[numbers.to(self._states.device)]
         answer = states if self._rest is None else (states, *self._rest)
         with replaced_forwards(self._blocks, [lambda *_arguments, **_keywords: answer] * len(self._blocks)):
-            return log_probabilities(self._original, self._windows[numbers])
+            return log_probabilities(self._original, self._windows[numbers].to(states.device))
 
     @torch.no_grad()
     def _last_states(self, windows: Tensor) -> Tensor:
         outputs: list[Any] = []
         handle = self._blocks[-1].register_forward_hook(lambda _block, _arguments, output: outputs.append(output))
         try:
-            self._original(windows.long(), use_cache=False)
+            self._original(windows.to(next(self._original.parameters()).device, torch.long), use_cache=False)
         finally:
             handle.remove()
         (output,) = outputs

@@ -41,13 +41,12 @@ def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSetting
 
         at_once = max(1, _TOKENS_AT_ONCE // windows.shape[1])
         with _short_products():
-            tokens = windows.to(device)
-            target = Target(original, tokens, at_once)
+            target = Target(original, windows, at_once)
 
             def loss(numbers: Tensor) -> Tensor:
-                return divergence_loss(target.log_probabilities(numbers), model, tokens[numbers])
+                return divergence_loss(target.log_probabilities(numbers), model, windows[numbers].to(device))
 
-            objective = Objective(loss, len(windows), at_once, dtype, device=device)
+            objective = Objective(loss, len(windows), at_once, dtype)
             parts, others = list(tuned.parts.values()), list(tuned.others.values())
             report = tune(parts, others, objective, for_whole_model(settings))
         model.to("cpu")

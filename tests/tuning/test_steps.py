@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +13,7 @@ from quantkit.models.streaming import BlockCall
 from quantkit.tuning import steps
 from quantkit.tuning.block import tune_block
 from quantkit.tuning.optimize import TuneReport
-from quantkit.tuning.whole_model import tune_model
 from tests.tuning.test_block import INDEX, SETTINGS, setting_with_weights
-from tests.tuning.test_whole_model import SETTINGS as WHOLE
-from tests.tuning.test_whole_model import models, text
 
 pytestmark = pytest.mark.cuda
 
@@ -74,27 +70,6 @@ def test_captured_steps_give_what_steps_one_by_one_give(family: str, monkeypatch
     assert report == plain
     for name, tensor in block.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
-
-
-@pytest.mark.parametrize("family", ["llama", "opt"])
-def test_captured_steps_of_a_whole_model_give_what_steps_one_by_one_give(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(4)
-    original, model = models(family)
-    original.cuda()
-    windows, replays, found = text(), count_replays(monkeypatch), []
-    for captured in (True, False):
-        if not captured:
-            monkeypatch.setattr(steps, "_waits", lambda step: step() or True)
-        twin = copy.deepcopy(model)
-        report = tune_model(original, twin, windows, WHOLE, dtype=torch.float32)
-        found.append((report, twin.state_dict()))
-        assert report.after < report.before
-        assert len(replays) == WHOLE.epochs * 5 - 2
-    assert found[0][0] == found[1][0]
-    for name, tensor in found[0][1].items():
-        assert torch.equal(tensor, found[1][1][name]), name
 
 
 def test_steps_that_wait_for_the_host_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
