@@ -15,7 +15,7 @@ from statistics import median
 import torch
 
 from quantkit.bench.nvml import sm_megahertz
-from quantkit.runtime.cuda_graph import Call, capture
+from quantkit.cuda.graph import Call, capture
 
 ROUNDS = 5
 REPLAYS = 5

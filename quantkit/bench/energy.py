@@ -11,8 +11,8 @@ import torch
 
 from quantkit.bench.nvml import open_nvml
 from quantkit.bench.timing import CALLS_PER_GRAPH
+from quantkit.cuda.graph import capture
 from quantkit.errors import BenchError
-from quantkit.runtime.cuda_graph import capture
 
 MIN_SECONDS = 1.0
 _REPLAYS_AT_ONCE = 20

@@ -10,20 +10,12 @@ from torch import nn
 from quantkit.bench.shapes import ModelShape, shape_config
 from quantkit.errors import BenchError
 from quantkit.models.families import decoder_blocks
+from quantkit.runtime.memory import free_bytes
 
 LinearBytes = Callable[[int, int, int], int]
 """(number of a Linear counted through the blocks, N, K) -> bytes it takes packed."""
 
 _ROOM = 1.15  # beside weights: a cache, activations of a few tokens, workspace
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that new tensors on the device can take."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    import psutil
-
-    return int(psutil.virtual_memory().available)
 
 
 def fits(needed: float, device: torch.device) -> bool:

@@ -17,8 +17,8 @@ import torch
 
 from quantkit.bench.nvml import sm_megahertz
 from quantkit.cuda.architectures import Peaks, known_peaks
+from quantkit.cuda.graph import Call, capture
 from quantkit.errors import BenchError
-from quantkit.runtime.cuda_graph import Call, capture
 
 MIN_REPEATS = 100
 MIN_SECONDS = 1.0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantkit import __version__
 from quantkit.calibration.artifact import STATS_FIELDS, Calibration, CalibrationMeta
 from quantkit.calibration.collectors import Collector, RoutedCollector, sample_positions
-from quantkit.calibration.drawing import DrawnWindows, digest, draw_windows
+from quantkit.calibration.drawing import DrawnWindows, Written, digest, draw_windows
 from quantkit.calibration.prefix import find_prefix
 from quantkit.calibration.saliency import SaliencyPass, check_takes_saliency, collect_saliency
 from quantkit.data.corpora import Corpus
@@ -44,7 +44,7 @@ def calibrate(
     windows: int,
     seq_len: int,
     seed: int,
-    written: int = 0,
+    written: Written | None = None,
     activations: torch.dtype = torch.float32,
     prefix: bool = False,
     saliency: int = 0,

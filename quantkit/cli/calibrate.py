@@ -95,6 +95,7 @@ def calibrate(
 
         from quantkit.calibration.runner import calibrate as collect
         from quantkit.models.streaming import activations_dtype
+        from quantkit.runtime.writing import written_by
         from quantkit.storage.resume import workspace
 
         hidden = activations_dtype(activations)
@@ -107,7 +108,7 @@ def calibrate(
             windows=windows,
             seq_len=seq_len,
             seed=seed,
-            written=written,
+            written=written_by(stream, tokenizer, written, seq_len, seed=seed),
             activations=hidden,
             prefix=prefix,
             saliency=saliency,

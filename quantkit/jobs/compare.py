@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 import quantkit
@@ -28,6 +27,7 @@ from quantkit.models.streaming import activations_dtype
 from quantkit.progress import say
 from quantkit.runtime.expanded_weights import expanded_on_cpu
 from quantkit.runtime.generation import captured_step, start
+from quantkit.runtime.memory import free_bytes
 
 _PROMPT_TOKENS, _NEW_TOKENS = 32, 16
 
@@ -120,7 +120,7 @@ def _run_whole(
     model: str, opened: Any, tasks: TaskOptions | None, device: str
 ) -> tuple[float | None, tuple[TaskScore, ...]]:
     """(milliseconds per token, or None where the model does not fit into memory, scores of the tasks)."""
-    need, free = weight_bytes(structure(opened)), free_memory(torch.device(device))
+    need, free = weight_bytes(structure(opened)), free_bytes(torch.device(device))
     if need > free:
         short = f"{model}: takes {need / 1e9:.1f} GB as a whole, {free / 1e9:.1f} GB are free on {device}"
         if tasks is not None:
@@ -154,13 +154,6 @@ def milliseconds_per_token(model: Any) -> float:
 def weight_bytes(model: torch.nn.Module) -> int:
     """Bytes of a model's weights, wherever they are."""
     return sum(parameter.numel() * parameter.itemsize for parameter in model.parameters())
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes of a GPU's, or of the computer's, memory that are free."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return int(psutil.virtual_memory().available)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.cuda.graph import DEVICE_LOCK, capture
 from quantkit.errors import GenerationError
 from quantkit.models.families import uses_alibi
 from quantkit.ops.decode.choose import can_choose, choose_most_probable
-from quantkit.runtime.cuda_graph import DEVICE_LOCK, capture
 from quantkit.runtime.decoder_block import fused_blocks
 from quantkit.runtime.grouped_experts import run_by_host
 from quantkit.runtime.norms import fast_norm

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.runtime.cuda_graph import capture
+from quantkit.cuda.graph import capture
 from quantkit.tuning.part import TunedPart, expanded_once
 from quantkit.tuning.settings import TuneSettings
 

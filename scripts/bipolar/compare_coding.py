@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from quantkit.bench.report import environment
+from quantkit.cuda.graph import capture
 from quantkit.errors import BenchError
 from quantkit.formats.bcq import ROW_WISE
 from quantkit.formats.bipolar import MOST_CODED_BITS, largest_scale
 from quantkit.formats.planes import pack_codes
 from quantkit.ops.bipolar.op import BipolarPreparedLinear, bipolar_prepared_linear
 from quantkit.ops.bipolar.weight import tiled_weight
-from quantkit.runtime.cuda_graph import capture
 from scripts.common import command_line, markdown_table, needed_gpu, run_script, write_document
 
 VARIANTS = {"plain": (False, False), "zero": (True, False), "rotated": (False, True), "both": (True, True)}

@@ -31,10 +31,10 @@ from quantkit.bench.report import environment
 from quantkit.bench.shapes import MODELS
 from quantkit.bench.timing import check_peak, check_result, peak_bandwidth
 from quantkit.cli.common import check_json_path
+from quantkit.cuda.graph import capture
 from quantkit.models.families import block_linears, decoder_blocks
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.runtime.causal_mask import plain_causal
-from quantkit.runtime.cuda_graph import capture
 from quantkit.runtime.generation import captured_step, start
 from scripts.common import markdown_table, needed_gpu, run_script, write_document
 

@@ -27,8 +27,8 @@ from quantkit.bench.kernels import LinearBench, run_linear
 from quantkit.bench.shapes import LinearShape
 from quantkit.bench.timing import CALLS_PER_GRAPH, WARM_UP_REPLAYS, check_result, rotation_length
 from quantkit.cli.common import check_json_path
+from quantkit.cuda.graph import capture
 from quantkit.errors import BenchError
-from quantkit.runtime.cuda_graph import capture
 from scripts.common import command_line, needed_gpu, run_script, write_document
 from scripts.serve_bench import environment
 

@@ -35,6 +35,7 @@ from quantkit.models.loading import load_model, stored_dtype
 from quantkit.models.stream import in_memory_stream
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.runtime.expanded_weights import expand_weights
+from quantkit.runtime.writing import written_by
 from quantkit.storage.resume import passing_workspace
 from quantkit.tuning.settings import TuneSettings, tune_settings
 from quantkit.tuning.whole_model import tune_model
@@ -45,16 +46,17 @@ SEQ_LEN = 512
 
 def calibrated(options: argparse.Namespace, original: Any, tokenizer: Any) -> Calibration:
     """Statistics of the first windows, with all windows."""
-    stream, written = in_memory_stream(original), options.written
-    corpus = load_text(None, options.calibration_text, split="train") if written < options.windows else None
+    stream, seq_len = in_memory_stream(original), options.calibration_seq_len
+    by_model = options.written == options.windows
+    corpus = None if by_model else load_text(None, options.calibration_text, split="train")
     drawn = draw_windows(
         stream,
         tokenizer,
         corpus,
         windows=options.windows,
-        seq_len=options.calibration_seq_len,
+        seq_len=seq_len,
         seed=0,
-        written=written,
+        written=written_by(stream, tokenizer, options.written, seq_len, seed=0),
     )
     first = drawn.windows[: options.statistics_windows]
     some = DrawnWindows(first, (replace(drawn.texts[0], windows=len(first)),))  # of all texts, as windows are mixed

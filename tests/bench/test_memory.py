@@ -7,12 +7,13 @@ import torch
 from quantkit.bench import memory, shapes
 from quantkit.bench.decode import DecodeBench, run_decode, shaped_model
 from quantkit.bench.kernels import LinearBench, run_linear
-from quantkit.bench.memory import check_fits, free_bytes, model_bytes
+from quantkit.bench.memory import check_fits, model_bytes
 from quantkit.bench.prefill import PrefillBench, prefill_model, run_prefill
 from quantkit.bench.shapes import LinearShape, ModelShape
 from quantkit.errors import BenchError
 from quantkit.formats.bcq import BcqSpec
 from quantkit.formats.table import stored_bytes
+from quantkit.runtime.memory import free_bytes
 
 CPU = torch.device("cpu")
 TINY = ModelShape("llama", layers=3, hidden=64, ffn=96, heads=4, kv_heads=2, vocabulary=100)

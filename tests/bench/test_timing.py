@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from quantkit.bench.timing import check_peak, check_result, measure, rotation_length
+from quantkit.cuda.graph import FilledScalars
 from quantkit.errors import BenchError
-from quantkit.runtime.cuda_graph import FilledScalars
 
 CPU = torch.device("cpu")
 

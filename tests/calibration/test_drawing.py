@@ -1,4 +1,4 @@
-"""Windows to calibrate on: of a text, written by the model, or both."""
+"""Windows to calibrate on: of a text, written, or both."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from quantkit.calibration.drawing import WRITTEN, DrawnWindows, draw_windows, written_windows
+from quantkit.calibration.drawing import WRITTEN, Written, digest, draw_windows
 from quantkit.data.corpora import Corpus
 from quantkit.data.windows import shuffled_windows, tokenize
 from quantkit.errors import DataError
-from quantkit.models.stream import in_memory_stream
-from tests.tiny import build_model
+from quantkit.models.stream import ModelStream, in_memory_stream
+from tests.tiny import VOCABULARY, build_model
 
-SEQ_LEN = 16
-# Counts of 4000 tokens drawn by a probability p differ from 4000 p by 4 standard errors in one of 16,000 draws.
-STANDARD_ERRORS = 4
-
-
-def _drawn(family: str, corpus: Corpus | None, tokenizer: Any, **counts: int) -> DrawnWindows:
-    stream = in_memory_stream(build_model(family).eval())
-    return draw_windows(stream, tokenizer, corpus, seq_len=SEQ_LEN, seed=5, **counts)
+SEQ_LEN, SEED = 16, 5
 
 
 @pytest.fixture(scope="module")
@@ -31,56 +24,39 @@ def tokenizer(tiny_model: Any) -> Any:
     return AutoTokenizer.from_pretrained(tiny_model("llama"))
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gpt2", "qwen3_moe"])
-def test_tokens_are_drawn_from_the_models_own_predictions(family: str, tokenizer: Any) -> None:
-    model = sharpened(family)
-    windows = written_windows(in_memory_stream(model), tokenizer, 200, SEQ_LEN, seed=1)
-    assert windows.shape == (200, SEQ_LEN)
-    assert windows.dtype == torch.int64
-    assert torch.equal(windows[:, 0], torch.full((200,), tokenizer.bos_token_id))
-    with torch.no_grad():
-        log_p = model(windows).logits[:, :-1].float().log_softmax(dim=-1)
-    surprise = -log_p.gather(-1, windows[:, 1:, None])[..., 0]
-    expected = -(log_p.exp() * log_p).sum(dim=-1)  # the mean of what is drawn, given what stands before
-    spread = (log_p.exp() * (log_p + expected[..., None]).square()).sum(dim=-1)
-    assert (surprise - expected).sum().abs() < STANDARD_ERRORS * spread.sum().sqrt()
-    assert expected.mean() < 0.8 * torch.tensor(float(model.config.vocab_size)).log()  # uniform ones would differ
+@pytest.fixture
+def stream() -> ModelStream:
+    return in_memory_stream(build_model("llama").eval())
 
 
-def sharpened(family: str) -> Any:
-    """A tiny model whose predictions are far from uniform."""
-    model = build_model(family).eval()
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(30)
-    return model
-
-
-def test_the_same_seed_writes_the_same_and_another_does_not(tokenizer: Any) -> None:
-    stream = in_memory_stream(build_model("llama").eval())
-    first, again, other = (written_windows(stream, tokenizer, 3, SEQ_LEN, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-
-
-def test_windows_of_both_kinds_are_mixed_and_their_texts_are_told(corpus: Corpus, tokenizer: Any) -> None:
-    drawn = _drawn("llama", corpus, tokenizer, windows=24, written=8)
-    texts = [(text.name, text.windows) for text in drawn.texts]
-    assert texts == [("sample.txt", 16), (WRITTEN, 8)]
-    of_text = shuffled_windows(tokenize(tokenizer, corpus.text, name="sample.txt"), SEQ_LEN, 16, seed=5, name="")
-    known = {tuple(row) for row in of_text.tolist()}
-    by_model = [tuple(row) not in known for row in drawn.windows.tolist()]
-    assert by_model.count(True) == 8
+def test_windows_of_both_kinds_are_mixed_and_their_texts_are_told(
+    stream: ModelStream, corpus: Corpus, tokenizer: Any
+) -> None:
+    own = torch.randint(0, VOCABULARY, (8, SEQ_LEN))
+    drawn = draw_windows(
+        stream, tokenizer, corpus, windows=24, seq_len=SEQ_LEN, seed=SEED, written=Written(8, lambda: own)
+    )
+    assert [(text.name, text.windows) for text in drawn.texts] == [("sample.txt", 16), (WRITTEN, 8)]
+    assert drawn.texts[1].sha256 == digest(own)
+    of_text = shuffled_windows(tokenize(tokenizer, corpus.text, name="sample.txt"), SEQ_LEN, 16, seed=SEED, name="")
+    assert sorted(drawn.windows.tolist()) == sorted([*of_text.tolist(), *own.tolist()])
+    known = {tuple(row) for row in own.tolist()}
+    by_model = [tuple(row) in known for row in drawn.windows.tolist()]
     assert any(by_model[:12])
     assert any(by_model[12:])
 
 
-def test_text_alone_stays_in_the_order_that_the_seed_gives(corpus: Corpus, tokenizer: Any) -> None:
-    drawn = _drawn("llama", corpus, tokenizer, windows=4)
+def test_text_alone_stays_in_the_order_that_the_seed_gives(stream: ModelStream, corpus: Corpus, tokenizer: Any) -> None:
+    drawn = draw_windows(stream, tokenizer, corpus, windows=4, seq_len=SEQ_LEN, seed=SEED)
     ids: Tensor = tokenize(tokenizer, corpus.text, name="sample.txt")
-    assert torch.equal(drawn.windows, shuffled_windows(ids, SEQ_LEN, 4, seed=5, name="sample.txt"))
+    assert torch.equal(drawn.windows, shuffled_windows(ids, SEQ_LEN, 4, seed=SEED, name="sample.txt"))
 
 
-def test_a_tokenizer_without_a_first_token_is_told(tokenizer: Any) -> None:
-    bare = type("Bare", (), {"bos_token_id": None, "eos_token_id": None})()
-    with pytest.raises(DataError, match="no token that begins or ends a text"):
-        written_windows(in_memory_stream(build_model("llama").eval()), bare, 1, SEQ_LEN, seed=0)
+def test_a_text_that_is_too_short_is_told_before_anything_is_written(
+    stream: ModelStream, corpus: Corpus, tokenizer: Any
+) -> None:
+    def write() -> Tensor:
+        raise AssertionError("written in vain")
+
+    with pytest.raises(DataError, match="99999 were asked for"):
+        draw_windows(stream, tokenizer, corpus, windows=100_000, seq_len=SEQ_LEN, seed=SEED, written=Written(1, write))

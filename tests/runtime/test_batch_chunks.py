@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, MistralConfig, PretrainedConfig, 
 
 import quantkit
 from quantkit.bench.flatten_layers import random_flatten_linear
+from quantkit.cuda.graph import FilledScalars
 from quantkit.formats.flatten import FlattenSpec
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
 from quantkit.models.families import block_linears, decoder_blocks, linear_shape
 from quantkit.recipe import load_recipe
 from quantkit.runtime import batch_chunks
 from quantkit.runtime.batch_chunks import chunk_batches
-from quantkit.runtime.cuda_graph import FilledScalars
 from quantkit.runtime.fused_ffn import fuse_chains
 from quantkit.runtime.generation import fused_runner, next_logits, start
 from tests.tiny import CONFIGS

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, PhiConfig
 import quantkit
 from quantkit.bench.flatten_layers import random_flatten_linear
 from quantkit.bench.prefill import check_pairs
+from quantkit.cuda.graph import FilledScalars
 from quantkit.errors import BenchError
 from quantkit.formats.flatten import FlattenSpec
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
@@ -25,7 +26,6 @@ from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.ops.activations import ACTIVATIONS
 from quantkit.recipe import load_recipe
 from quantkit.runtime import fused_ffn
-from quantkit.runtime.cuda_graph import FilledScalars
 from quantkit.runtime.fused_ffn import FusedPair, PassingActivation, fuse_chains, fused_pairs
 from tests.tiny import CONFIGS
 

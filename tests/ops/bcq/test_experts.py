@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quantkit.cuda.architectures import ARCHITECTURES, Architecture
 from quantkit.cuda.device import Gpu, gpu_of
+from quantkit.cuda.graph import capture
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import SCALE_BITS
 from quantkit.ops.bcq.experts import (
@@ -24,7 +25,6 @@ from quantkit.ops.bcq.experts_layouts import experts_layouts
 from quantkit.ops.bcq.gemm_launch import gemm_problem
 from quantkit.ops.bcq.layout import BcqTiles, join_experts, split_experts
 from quantkit.ops.bcq.op import bcq_experts
-from quantkit.runtime.cuda_graph import capture
 from tests.ops.bcq.cases import BcqWeight, random_weight
 from tests.ops.bcq.test_op import RTOL, TYPES, relative_error
 
