@@ -1,10 +1,12 @@
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,16 +128,19 @@ JOBS = {
 }
 
 
+def _first_of_its_kind(row: Architecture) -> bool:
+    """Whether no generation before has the same instructions and registers. Those behind differ in fewer warps a block,
+    which have more registers each, and in what else a block has."""
+    rows = list(ARCHITECTURES.values())
+    return next(other for other in rows if (other.native, other.overlap) == (row.native, row.overlap)) is row
+
+
 def _looked_into(row: Architecture, *, every: bool) -> set[CompileUnit]:
-    """Instances of which machine code is made: of a sample all. Else those of tested generations, the first of those
-    with the same instructions and registers: others differ in fewer warps a block, which have more registers each."""
+    """Instances of which machine code is made: of a sample all. Else those of tested generations, the first of their
+    kinds."""
     if not every:
         return set(_compiled(row, every=False))
-    if not row.tested:
-        return set()
-    rows = list(ARCHITECTURES.values())
-    same = (other for other in rows if (other.native, other.overlap) == (row.native, row.overlap))
-    return set(all_units(row)) if next(same) is row else set()
+    return set(all_units(row)) if row.tested and _first_of_its_kind(row) else set()
 
 
 def _may_spill(unit: CompileUnit) -> int:
@@ -180,9 +185,16 @@ def _compile_to_ptx(batch: list[CompileUnit], row: Architecture) -> None:
         nvrtc.destroyProgram(program)
 
 
+def _cases() -> Iterator[Any]:
+    """A sample of every file for the first generation of each kind; and, for make kernels, every instance for all."""
+    for (file, target), (row, source) in JOBS.items():
+        if _first_of_its_kind(row):
+            yield pytest.param(row, source, False, id=f"sample-{file}-{target}")
+        yield pytest.param(row, source, True, id=f"every-{file}-{target}", marks=pytest.mark.kernels)
+
+
 @needs_nvrtc
-@pytest.mark.parametrize(("row", "source"), JOBS.values(), ids=[f"{file}-{target}" for file, target in JOBS])
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.kernels)], ids=["sample", "every"])
+@pytest.mark.parametrize(("row", "source", "every"), list(_cases()))
 def test_instances_compile_without_spills_and_fit_shared_memory(
     row: Architecture, source: KernelSource, every: bool
 ) -> None:
