@@ -53,9 +53,10 @@ def calibrate(
 ) -> Calibration | None:
     """Statistics of every Linear of the decoder blocks over seeded windows of the corpus, or written by the model.
 
-    written, corpus: as draw_windows takes them; the rest as calibrate_windows does, which also says what is raised.
+    written, corpus: as draw_windows takes them; the rest as calibrate_windows does. Both also say what they raise.
+    Raises ModelError for a model that cannot be calibrated, such as a quantized one, before anything is written.
     """
-    check_calibrates(stream, name, saliency)
+    _check_model(stream, name, saliency)
     drawn = draw_windows(
         stream, tokenizer, corpus, windows=windows, seq_len=seq_len, seed=seed, written=written, ranks=ranks
     )
@@ -73,8 +74,7 @@ def calibrate(
     )
 
 
-def check_calibrates(stream: ModelStream, name: str, saliency: int = 0) -> None:
-    """Raise ModelError for a model that cannot be calibrated, such as a quantized one. name: of the model."""
+def _check_model(stream: ModelStream, name: str, saliency: int) -> None:
     if is_quantized(stream.model):
         raise ModelError(f"model {name} is quantized already; calibrate the floating-point model that it was made from")
     block_linears(stream.model)
@@ -102,8 +102,7 @@ def calibrate_windows(
     saliency: groups of output channels per Linear whose gradients are kept too; 0 for none.
     activations: what hidden states are stored in between blocks.
     ranks: those that share the windows; the first gets the result, the others None.
-    Raises ModelError (also for a quantized model) and DataError before the pass; StatsError, naming the layer, for
-    NaN or Inf in an activation.
+    Raises StatsError, naming the layer, for NaN or Inf in an activation.
     """
     chosen = drawn.windows
     count, seq_len = chosen.shape

@@ -142,14 +142,15 @@ def _forward(costs: Array, trellis: Trellis, start: Array | None) -> tuple[Array
         total[:] = np.inf
         total[np.arange(rings), start] = 0
     came = np.zeros((steps, rings, states), dtype=np.uint8)
+    through, better = np.empty_like(total), np.empty(total.shape, dtype=bool)
     for cost, won in zip(costs.reshape(steps, rings, branches, states), came, strict=True):
         before = total.reshape(rings, branches, states // branches).repeat(branches, axis=2)
-        total = cost[:, 0] + before[:, 0]
+        np.add(cost[:, 0], before[:, 0], out=total)
         for branch in range(1, branches):
-            through = cost[:, branch] + before[:, branch]
-            better = through < total
-            np.copyto(total, through, where=better)
-            won[better] = branch
+            np.add(cost[:, branch], before[:, branch], out=through)
+            np.less(through, total, out=better)
+            np.copyto(won, branch, where=better)
+            np.minimum(total, through, out=total)
     return came, total
 
 
