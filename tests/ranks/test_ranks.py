@@ -39,7 +39,7 @@ CASES = {
     "llama_by_end_loss": ("llama", ["--saliency", "3"], ["--set", "hessian=end_loss"]),
     "llama_tuned_blocks": (
         "llama",
-        [],
+        ["--written", "1"],
         ["--set", "tune={blocks: 2, blend: 0.5, block_codes: true, epochs: 0, rate: 0.01}"],
     ),
 }
@@ -48,10 +48,10 @@ QUICK = ("--set", "group_size=32", "--set", "rounds=2", "--set", "sweeps=1")
 
 def _commands(name: str, model: Path, text: Path, own: Path) -> list[list[str]]:
     """What calibrates and quantizes into a folder."""
-    _, saliency, settings = CASES[name]
+    _, calibration, settings = CASES[name]
     artifact, recipe = own / "c.safetensors", ["--recipe", "bcq-w4-g128-comp", *QUICK, *settings]
     commands = [
-        ["calibrate", model, "--text", text, *TINY, *saliency, "-o", artifact],
+        ["calibrate", model, "--text", text, *TINY, *calibration, "-o", artifact],
         ["quantize", model, *recipe, "--calibration", artifact, "-o", own / "q"],
     ]
     return [[*map(str, command), "--device", "cpu"] for command in commands]
