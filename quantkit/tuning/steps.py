@@ -8,6 +8,7 @@ shows whether it waits, all further ones are replayed.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +119,9 @@ class _Captured:
 def _waits(step: Callable[[], None]) -> bool:
     """Take a step; whether it makes the host wait for the GPU, as experts do that ask how many tokens they have."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")  # once a process
+        torch.cuda.set_sync_debug_mode("error")
     try:
         step()
         return False
