@@ -22,7 +22,7 @@ WRITTEN = "written by the model"
 
 @dataclass(frozen=True)
 class Written:
-    """Windows that the model writes. count: how many. write: makes them, [count, seq_len] int64 ids."""
+    """Windows that are of no corpus. count: how many. write: makes them, [count, seq_len] int64 ids."""
 
     count: int
     write: Callable[[], Tensor]

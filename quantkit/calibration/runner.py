@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantkit import __version__
 from quantkit.calibration.artifact import STATS_FIELDS, Calibration, CalibrationMeta
 from quantkit.calibration.collectors import Collector, RoutedCollector, sample_positions
-from quantkit.calibration.drawing import DrawnWindows, Written, digest, draw_windows
+from quantkit.calibration.drawing import Written, digest, draw_windows
 from quantkit.calibration.prefix import find_prefix
 from quantkit.calibration.saliency import SaliencyPass, check_takes_saliency, collect_saliency
 from quantkit.data.corpora import Corpus
@@ -53,62 +53,28 @@ def calibrate(
 ) -> Calibration | None:
     """Statistics of every Linear of the decoder blocks over seeded windows of the corpus, or written by the model.
 
-    written, corpus: as draw_windows takes them; the rest as calibrate_windows does. Both also say what they raise.
-    Raises ModelError for a model that cannot be calibrated, such as a quantized one, before anything is written.
-    """
-    _check_model(stream, name, saliency)
-    drawn = draw_windows(
-        stream, tokenizer, corpus, windows=windows, seq_len=seq_len, seed=seed, written=written, ranks=ranks
-    )
-    return calibrate_windows(
-        stream,
-        tokenizer,
-        drawn,
-        name=name,
-        seed=seed,
-        activations=activations,
-        prefix=prefix,
-        saliency=saliency,
-        keep=keep,
-        ranks=ranks,
-    )
-
-
-def _check_model(stream: ModelStream, name: str, saliency: int) -> None:
-    if is_quantized(stream.model):
-        raise ModelError(f"model {name} is quantized already; calibrate the floating-point model that it was made from")
-    block_linears(stream.model)
-    if saliency:
-        check_takes_saliency(stream.model, saliency)
-
-
-def calibrate_windows(
-    stream: ModelStream,
-    tokenizer: Any,
-    drawn: DrawnWindows,
-    *,
-    name: str,
-    seed: int,
-    activations: torch.dtype = torch.float32,
-    prefix: bool = False,
-    saliency: int = 0,
-    keep: Keep = passing_workspace,
-    ranks: Ranks = ALONE,
-) -> Calibration | None:
-    """Statistics of every Linear of the decoder blocks over these windows.
-
     Experts are calibrated by the tokens routed to them.
+    corpus, windows, seq_len, written: as draw_windows takes them, which also says what it raises.
     name: what the artifact calls the model. prefix: look for tokens that take massive channels, collect behind them.
     saliency: groups of output channels per Linear whose gradients are kept too; 0 for none.
     activations: what hidden states are stored in between blocks.
     ranks: those that share the windows; the first gets the result, the others None.
-    Raises StatsError, naming the layer, for NaN or Inf in an activation.
+    Raises ModelError for a model that cannot be calibrated, such as a quantized one, before anything is drawn;
+    StatsError, naming the layer, for NaN or Inf in an activation.
     """
+    model = stream.model
+    if is_quantized(model):
+        raise ModelError(f"model {name} is quantized already; calibrate the floating-point model that it was made from")
+    block_linears(model)
+    if saliency:
+        check_takes_saliency(model, saliency)
+    drawn = draw_windows(
+        stream, tokenizer, corpus, windows=windows, seq_len=seq_len, seed=seed, written=written, ranks=ranks
+    )
     chosen = drawn.windows
-    count, seq_len = chosen.shape
     found_prefix = find_prefix(stream, tokenizer, chosen) if prefix else None
     ahead = found_prefix or ()
-    vocabulary = vocabulary_windows(tokenizer, stream.model, seq_len, count, seed=seed)
+    vocabulary = vocabulary_windows(tokenizer, model, seq_len, windows, seed=seed)
     found = ranks.lead(lambda: stream_fingerprint(stream))
     identity = {
         "version": __version__,

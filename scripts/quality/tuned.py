@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from quantkit.calibration.artifact import Calibration
-from quantkit.calibration.drawing import DrawnWindows, draw_windows
-from quantkit.calibration.runner import calibrate_windows
+from quantkit.calibration.drawing import Written, draw_windows
+from quantkit.calibration.runner import calibrate
 from quantkit.data.corpora import Corpus, load_text
 from quantkit.errors import RecipeError
 from quantkit.evaluation.divergence import divergence
@@ -59,8 +59,16 @@ def calibrated(options: argparse.Namespace, original: Any, tokenizer: Any) -> Ca
         written=written_by(stream, tokenizer, options.written, seq_len, seed=0),
     )
     first = drawn.windows[: options.statistics_windows]
-    some = DrawnWindows(first, (replace(drawn.texts[0], windows=len(first)),))  # of all texts, as windows are mixed
-    found = calibrate_windows(stream, tokenizer, some, name=options.model, seed=0)
+    found = calibrate(
+        stream,
+        tokenizer,
+        None,
+        name=options.model,
+        windows=len(first),
+        seq_len=seq_len,
+        seed=0,
+        written=Written(len(first), lambda: first),
+    )
     assert found is not None  # of the first rank, and there is one
     return replace(found, windows=drawn.windows.to(torch.int32))
 
