@@ -72,7 +72,7 @@ def calibrate(
     check_json_path(json_path)
     if merge is not None:
         if model is not None or dataset is not None or text is not None or written:
-            raise CalibrationError("--merge A B takes no model and no text; it reads both from the artifacts")
+            raise CalibrationError("--merge A B takes no model, no text and no --written; all stand in the artifacts")
         if rank_count() > 1:
             raise DeviceError("--merge runs as one process; start it without torchrun or accelerate launch")
         with output_file(out) as work:
@@ -84,13 +84,12 @@ def calibrate(
         raise DataError("name a MODEL to calibrate, or two artifacts with --merge A B")
     with joined(chosen_device(device)) as (ranks, own), ExitStack() as stack:
         work = ranks.lead(lambda: stack.enter_context(output_file(out)))
-        from quantkit.data.corpora import check_text, load_text
+        from quantkit.data.corpora import check_drawn, load_text
         from quantkit.models.loading import open_stream, resolve_model
 
-        if not _all_written(dataset, text, windows, written):
-            check_text(dataset, text)
+        reads = check_drawn(dataset, text, windows=windows, written=written)
         resolve_model(model)
-        corpus = load_text(dataset, text, split="train") if written < windows else None
+        corpus = load_text(dataset, text, split="train") if reads else None
         import torch
 
         from quantkit.calibration.runner import calibrate as collect
@@ -119,17 +118,6 @@ def calibrate(
             return
         _write(found, work, out)
     _show(found, out, json_path)
-
-
-def _all_written(dataset: str | None, text: Path | None, windows: int, written: int) -> bool:
-    """Whether the model writes all windows. Raises DataError where it would write more, or a text is left over."""
-    if written > windows:
-        raise DataError(f"--written {written}: more than --windows {windows}, of which they are")
-    if written == windows and (dataset is not None or text is not None):
-        raise DataError(
-            f"--written {written}: the model writes all --windows {windows}; leave the text out, or draw more windows"
-        )
-    return written == windows
 
 
 def _write(result: Calibration, work: Path, out: Path) -> None:

@@ -94,6 +94,20 @@ def check_text(dataset: str | None, text: Path | None) -> None:
             raise DataError(f"dataset {dataset}: {problem}; {_OFFLINE_WAYS}")
 
 
+def check_drawn(dataset: str | None, text: Path | None, *, windows: int, written: int) -> bool:
+    """check_text where the model writes ``written`` of the windows itself; whether a text is read.
+
+    Raises DataError also where it would write more than all, or where it writes all and a text is left over.
+    """
+    if written > windows:
+        raise DataError(f"`written` {written}: more than `windows` {windows}, of which they are")
+    if written < windows:
+        check_text(dataset, text)
+    elif dataset is not None or text is not None:
+        raise DataError(f"`written` {written}: the model writes all `windows`; leave the text out, or draw more")
+    return written < windows
+
+
 def text_files(text: Path) -> list[Path]:
     """The files that a path names: the file itself, or, where there is none and it holds ``*``, all that match it."""
     if text.is_file() or "*" not in str(text):

@@ -78,7 +78,7 @@ def _signs(x: Tensor) -> Tensor:
     return _first_signs(x.shape[-1], x.device)
 
 
-@cache
+@cache  # a copy from the host makes it wait for the GPU, and cannot be captured
 def _first_signs(columns: int, device: torch.device) -> Tensor:
     bits = [word >> i & 1 for word in SIGN_WORDS for i in range(32)]
     signs = 1.0 - 2.0 * torch.tensor(bits, dtype=torch.float32, device=device)

@@ -1,8 +1,8 @@
 """The steps of a tuning: Adam with a rate of its own per tensor.
 
-On a GPU a step of small windows is hundreds of short kernels, and the host takes ten times as long to start them as
-they run. So a step that never waits for the host is captured in a CUDA graph: the first step runs as it is, the second
-shows whether it waits, all further ones are replayed.
+On a GPU a step of a small block is many short kernels, and the host takes longer to start them than they run. So a step
+that never waits for the host is captured in a CUDA graph: the first step runs as it is, the second shows whether it
+waits, all further ones are replayed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import torch
 from quantkit.calibration.artifact import Calibration
 from quantkit.calibration.drawing import Written, draw_windows
 from quantkit.calibration.runner import calibrate
-from quantkit.data.corpora import Corpus, load_text
+from quantkit.data.corpora import Corpus, check_drawn, load_text
 from quantkit.errors import RecipeError
 from quantkit.evaluation.divergence import divergence
 from quantkit.formats.table import stored_bytes
@@ -47,8 +47,8 @@ SEQ_LEN = 512
 def calibrated(options: argparse.Namespace, original: Any, tokenizer: Any) -> Calibration:
     """Statistics of the first windows, with all windows."""
     stream, seq_len = in_memory_stream(original), options.calibration_seq_len
-    by_model = options.written == options.windows
-    corpus = None if by_model else load_text(None, options.calibration_text, split="train")
+    reads = check_drawn(None, options.calibration_text, windows=options.windows, written=options.written)
+    corpus = load_text(None, options.calibration_text, split="train") if reads else None
     drawn = draw_windows(
         stream,
         tokenizer,

@@ -129,8 +129,8 @@ JOBS = {
 
 
 def _first_of_its_kind(row: Architecture) -> bool:
-    """Whether no generation before has the same instructions and registers. Those behind differ in fewer warps a block,
-    which have more registers each, and in what else a block has."""
+    """Whether no generation before has the same instructions and registers. Those behind have less shared memory, or
+    fewer warps a block with more registers each."""
     rows = list(ARCHITECTURES.values())
     return next(other for other in rows if (other.native, other.overlap) == (row.native, row.overlap)) is row
 
