@@ -30,9 +30,7 @@ struct Group {
     const float* importance;  // [g]
     int g, lane;
     float mass;               // sum of the importance
-    float* levels;            // [kLevels] rising; of the warp
-    float* middles;           // [kLevels - 1] between them
-    uint8* codes;             // [kLevels] of the levels
+    WarpLevels<kBits>* table;
 
     // The code as the format stores it: scales positive and falling, in fp16.
     __device__ __forceinline__ RowCode<kBits> stored(RowCode<kBits> code) const {
@@ -51,30 +49,13 @@ struct Group {
         return code;
     }
 
-    // Every lane counts the levels below its own; equal ones keep the order of their codes.
-    __device__ __forceinline__ void tabulate(const RowCode<kBits>& code) const {
-        for (int i = lane; i < kLevels; i += kWarpSize) middles[i] = code.level(i);
-        __syncwarp();
-        for (int i = lane; i < kLevels; i += kWarpSize) {
-            const float own = middles[i];
-            int rank = 0;
-#pragma unroll 8
-            for (int j = 0; j < kLevels; ++j) rank += middles[j] < own || (middles[j] == own && j < i);
-            levels[rank] = own;
-            codes[rank] = uint8(i);
-        }
-        __syncwarp();
-        for (int i = lane; i < kLevels - 1; i += kWarpSize) middles[i] = (levels[i + 1] + levels[i]) / 2;
-        __syncwarp();
-    }
-
     __device__ __forceinline__ Sums<kUnknowns> pass() const {
         Sums<kUnknowns> sums = {};
         for (int k = lane; k < g; k += kWarpSize) {
             const float value = values[k], weight = importance[k];
-            const int rank = nearestRank<kBits>(value, [&](int i) { return middles[i]; });
-            const uint32 code = codes[rank] | 1u << kBits;  // the sign of the offset is always +
-            const float difference = levels[rank] - value;
+            const int rank = table->nearest(value);
+            const uint32 code = table->codes[rank] | 1u << kBits;  // the sign of the offset is always +
+            const float difference = table->levels[rank] - value;
             sums.error += difference * difference * weight;
 #pragma unroll
             for (int u = 0; u < kUnknowns; ++u) {
@@ -116,12 +97,12 @@ struct Group {
     // Alternates from a start; returns the least error seen and puts its code in place of the start.
     __device__ __forceinline__ float alternate(RowCode<kBits>& code, int rounds, float proximal, float goingOn) const {
         RowCode<kBits> current = stored(code), best = current;
-        tabulate(current);
+        table->make(current, lane);
         Sums<kUnknowns> sums = pass();
         float least = sums.error;
         for (int round = 0; round < rounds; ++round) {
             current = stored(refitted(sums, current, proximal));
-            tabulate(current);
+            table->make(current, lane);
             sums = pass();
             const bool goesOn = sums.error < least * goingOn;
             if (sums.error < least) {
@@ -215,8 +196,7 @@ bcqFitGroups(const float* __restrict__ values,      // [groups, g]
              float* __restrict__ scales,            // [kBits, groups]
              float* __restrict__ offset,            // [groups]; 0 without kOffset
              int groups, int g, int rounds, int clips, int clipSteps, float proximal, float goingOn) {
-    __shared__ float levels[kWarps][1 << kBits], middles[kWarps][1 << kBits];
-    __shared__ uint8 codes[kWarps][1 << kBits];
+    __shared__ WarpLevels<kBits> tables[kWarps];
     const int warp = threadIdx.x / kWarpSize, number = blockIdx.x * kWarps + warp;
     if (number >= groups) return;
     Group<kBits, kOffset> group;
@@ -224,9 +204,7 @@ bcqFitGroups(const float* __restrict__ values,      // [groups, g]
     group.importance = importance + size_t(number) * g;
     group.g = g;
     group.lane = threadIdx.x % kWarpSize;
-    group.levels = levels[warp];
-    group.middles = middles[warp];
-    group.codes = codes[warp];
+    group.table = &tables[warp];
     float mass = 0.0f;
     for (int k = group.lane; k < g; k += kWarpSize) mass += group.importance[k];
     group.mass = warpSum(mass);

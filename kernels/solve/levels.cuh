@@ -78,3 +78,32 @@ struct LevelTable {
         return nearestRank<kBits>(value, [&](int i) { return (levels[(i + 1) * kStride] + levels[i * kStride]) / 2; });
     }
 };
+
+// The rising levels of a group, their codes and the middles between neighbours, in shared memory of a warp.
+template <int kBits>
+struct WarpLevels {
+    static constexpr int kLevels = 1 << kBits;
+    float levels[kLevels], middles[kLevels];
+    uint8 codes[kLevels];
+
+    // Every lane counts the levels below its own; equal ones keep the order of their codes.
+    __device__ __forceinline__ void make(const RowCode<kBits>& code, int lane) {
+        for (int i = lane; i < kLevels; i += kWarpSize) middles[i] = code.level(i);
+        __syncwarp();
+        for (int i = lane; i < kLevels; i += kWarpSize) {
+            const float own = middles[i];
+            int rank = 0;
+#pragma unroll 8
+            for (int j = 0; j < kLevels; ++j) rank += middles[j] < own || (middles[j] == own && j < i);
+            levels[rank] = own;
+            codes[rank] = uint8(i);
+        }
+        __syncwarp();
+        for (int i = lane; i < kLevels - 1; i += kWarpSize) middles[i] = (levels[i + 1] + levels[i]) / 2;
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ int nearest(float value) const {
+        return nearestRank<kBits>(value, [&](int i) { return middles[i]; });
+    }
+};

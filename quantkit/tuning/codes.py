@@ -1,7 +1,7 @@
 """Binary codes while they are tuned: the nearest ones, the weight of codes, and its gradient.
 
 Every step of tuning does all three for every weight, which took a CPU a third of its time. So a weight is worked on in
-parts that a cache holds, and most codes are found without a table of levels.
+parts that a cache holds, and most codes are found without a table of levels. On a GPU each of the three is a kernel.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.formats.planes import code_signs
+from quantkit.ops.solve import codes as kernels
 from quantkit.quantizers.bcq.levels import Coding
 
 _AT_ONCE = 1 << 19  # weights whose fp32 values a shared cache holds several times
@@ -42,12 +43,10 @@ def nearest_codes(latent: Tensor, scales: Tensor, offset: Tensor, width: int) ->
 
     scales: [q, N, G]. offset: [N, G]. width: g, of every group but the last, which may have fewer columns.
     """
+    if latent.is_cuda:
+        return kernels.nearest_codes(latent, scales, offset, width)
     codes, weight = torch.empty_like(latent, dtype=torch.uint8), torch.empty_like(latent)
     whole = list(_parts(latent, width, latent.numel()))
-    if latent.is_cuda:  # to ask whether there are groups without nested levels, the host would wait
-        for part in whole:
-            _by_table(part.grouped(latent, codes, weight), Coding(*part.of_groups(scales, offset)))
-        return codes, weight
     for part in _parts(latent, width, _AT_ONCE):
         _plane_by_plane(part.grouped(latent, codes, weight), Coding(*part.of_groups(scales, offset)))
     others = [(part, mask) for part in whole if (mask := ~_nested(*part.of_groups(scales))).any()]
@@ -58,6 +57,8 @@ def nearest_codes(latent: Tensor, scales: Tensor, offset: Tensor, width: int) ->
 
 def weight_of(codes: Tensor, scales: Tensor, offset: Tensor, width: int) -> Tensor:
     """[N, K] fp32 of codes [N, K]; the rest as nearest_codes takes it."""
+    if codes.is_cuda:
+        return kernels.weight_of(codes, scales, offset, width)
     weight = torch.empty_like(codes, dtype=scales.dtype)
     for part in _parts(codes, width, _AT_ONCE):
         _add_planes(part.grouped(codes, weight), Coding(*part.of_groups(scales, offset)))
@@ -66,6 +67,8 @@ def weight_of(codes: Tensor, scales: Tensor, offset: Tensor, width: int) -> Tens
 
 def gradients_of_groups(gradient: Tensor, codes: Tensor, bits: int, width: int) -> tuple[Tensor, Tensor]:
     """(of scales [q, N, G], of offset [N, G]) from the gradient [N, K] of the weight of codes [N, K]."""
+    if codes.is_cuda:
+        return kernels.gradients_of_groups(gradient, codes, bits, width)
     offset = gradient.new_empty(codes.shape[0], -(-codes.shape[1] // width))
     scales = gradient.new_empty(bits, *offset.shape)
     for part in _parts(codes, width, _AT_ONCE):
@@ -78,10 +81,10 @@ def gradients_of_groups(gradient: Tensor, codes: Tensor, bits: int, width: int) 
 
 
 def _parts(values: Tensor, width: int, at_once: int) -> Iterator[_Part]:
-    """All of values [N, K], so many of them at a time; on a GPU all rows are one part."""
+    """All of values [N, K], so many of them at a time."""
     rows, columns = values.shape
     whole = columns // width
-    some_rows = rows if values.is_cuda else max(1, at_once // max(1, columns))
+    some_rows = max(1, at_once // max(1, columns))
     for first in range(0, rows, some_rows):
         some = slice(first, min(first + some_rows, rows))
         if whole:

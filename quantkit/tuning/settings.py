@@ -23,8 +23,9 @@ class TuneSettings:
     epoch_rate: the same in passes for the whole model behind tuned blocks; without blocks these take rate.
     code_rate: the same of the weights that codes are chosen for. epoch_code_rate: the same of those in passes for the
     whole model behind tuned blocks; without blocks these take code_rate.
-    batch: windows per step. held_out: share of the windows, the last ones, that decide which pass is kept.
-    seed: of the order of the windows.
+    batch: windows per step. epoch_batch: the same in passes for the whole model behind tuned blocks, 0 for as many as
+    batch; without blocks these take batch.
+    held_out: share of the windows, the last ones, that decide which pass is kept. seed: of the order of the windows.
     """
 
     blocks: int = 0
@@ -38,6 +39,7 @@ class TuneSettings:
     code_rate: float = 0.003
     epoch_code_rate: float = 0.0005
     batch: int = 4
+    epoch_batch: int = 0
     held_out: float = 0.125
     seed: int = 0
 
@@ -62,19 +64,24 @@ class TuneSettings:
             raise RecipeError(f"batch is {self.batch}; choose 1 window a step or more")
         if not 0 < self.held_out < 1:
             raise RecipeError(f"held_out is {self.held_out}; choose a share between 0 and 1")
-        for name in ("rate", "epoch_rate", "code_rate", "epoch_code_rate"):
+        for name in ("rate", "epoch_rate", "code_rate", "epoch_code_rate", "epoch_batch"):
             if getattr(self, name) < 0:
                 raise RecipeError(f"{name} is {getattr(self, name)}; choose 0 or more")
 
 
 def for_whole_model(settings: TuneSettings) -> TuneSettings:
-    """The settings with the rates that passes for the whole model take.
+    """The settings with the rates and windows per step that passes for the whole model take.
 
     What tuned blocks leave to gain is small, and larger steps lose more than that at first.
     """
     if not settings.blocks:
         return settings
-    return replace(settings, rate=settings.epoch_rate, code_rate=settings.epoch_code_rate)
+    return replace(
+        settings,
+        rate=settings.epoch_rate,
+        code_rate=settings.epoch_code_rate,
+        batch=settings.epoch_batch or settings.batch,
+    )
 
 
 def tune_settings(recipe: str, values: Mapping[str, Any]) -> TuneSettings:

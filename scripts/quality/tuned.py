@@ -151,7 +151,8 @@ def tuned_blocks(
 ) -> TunedBlocks:
     """The recipe's blocks, tuned now or for the recipe before."""
     plain = TuneSettings()
-    of_model = {key: getattr(plain, key) for key in ("codes", "epochs", "epoch_rate", "epoch_code_rate")}
+    keys = "codes", "epochs", "epoch_rate", "epoch_code_rate", "epoch_batch"
+    of_model = {key: getattr(plain, key) for key in keys}
     own = replace(settings, **of_model)
     if before.tuned is None or before.tuned.settings != own:
         started = time.perf_counter()

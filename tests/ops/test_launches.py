@@ -19,8 +19,8 @@ from quantkit.ops.decode.op import add_norm, attention, gated, norm, place_promp
 from quantkit.ops.epilogue import Epilogue
 from quantkit.ops.instances import INSTANCES, all_units
 from quantkit.ops.registry import OPS
-from quantkit.ops.solve import trellis
-from quantkit.ops.solve.instances import MOST_COLUMNS, TRELLIS_FILTERS
+from quantkit.ops.solve import codes, trellis
+from quantkit.ops.solve.instances import CODED_COLUMNS, MOST_COLUMNS, TRELLIS_FILTERS
 from quantkit.ops.solve.trellis import RowCode
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
@@ -102,6 +102,11 @@ def _run_solvers(monkeypatch: pytest.MonkeyPatch) -> None:
             for group_size, offset in ((64, True), (88, False)):
                 settings = BcqSettings(bits, group_size, offset, compensate=True, sweeps=1)
                 quantize(LayerInput("layer", weight, hessian=x.t() @ x), settings)
+        for width, groups in ((32, 3), (CODED_COLUMNS + 8, 2)):
+            latent, scales = torch.randn(5, groups * width - 8), torch.ones(3, 5, groups)
+            chosen, _ = codes.nearest_codes(latent, scales, scales[0], width)
+            codes.weight_of(chosen, scales, scales[0], width)
+            codes.gradients_of_groups(latent, chosen, 3, width)
         scales = torch.full((144,), 0.02)
         for bits, taps in TRELLIS_FILTERS:
             rows, values = RowCode.of(scales, filter_for(bits, taps)), torch.randn(MOST_COLUMNS, len(scales))

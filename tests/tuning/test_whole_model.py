@@ -154,13 +154,14 @@ def test_tuning_is_deterministic() -> None:
         assert torch.equal(tensor, results[1][name]), name
 
 
-def test_passes_behind_tuned_blocks_have_rates_of_their_own() -> None:
+def test_passes_behind_tuned_blocks_have_rates_and_windows_per_step_of_their_own() -> None:
     windows, results = text(), []
     small, large = {"rate": 0.01, "code_rate": 0.02}, {"epoch_rate": 3.0, "epoch_code_rate": 3.0}
     swapped = {"rate": 3.0, "code_rate": 3.0, "epoch_rate": 0.01, "epoch_code_rate": 0.02}
     for settings in (
-        TuneSettings(epochs=2, batch=2, codes=True, **small, **large),
+        TuneSettings(epochs=2, batch=2, epoch_batch=1, codes=True, **small, **large),
         TuneSettings(epochs=2, batch=2, codes=True, **swapped, blocks=1),
+        TuneSettings(epochs=2, batch=1, epoch_batch=2, codes=True, **swapped, blocks=1),
     ):
         torch.manual_seed(1)
         original, model = models("llama")
@@ -168,7 +169,7 @@ def test_passes_behind_tuned_blocks_have_rates_of_their_own() -> None:
         assert report.kept > 0
         results.append(model.state_dict())
     for name, tensor in results[0].items():
-        assert torch.equal(tensor, results[1][name]), name
+        assert all(torch.equal(tensor, other[name]) for other in results[1:]), name
 
 
 def test_codes_stay_where_only_scales_are_tuned() -> None:
@@ -213,6 +214,7 @@ def test_the_last_windows_are_held_out() -> None:
         ({"logits": True, "blocks": 1, "blend": 0.5}, "logits is true, but blend is 0.5; choose 1"),
         ({"epoch_rate": -0.1}, "epoch_rate is -0.1; choose 0 or more"),
         ({"epoch_code_rate": -0.1}, "epoch_code_rate is -0.1; choose 0 or more"),
+        ({"epoch_batch": -1}, "epoch_batch is -1; choose 0 or more"),
     ],
     ids=[
         "unknown",
@@ -226,6 +228,7 @@ def test_the_last_windows_are_held_out() -> None:
         "logits-blend",
         "negative",
         "negative-codes",
+        "negative-batch",
     ],
 )
 def test_settings_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:

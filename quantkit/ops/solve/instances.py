@@ -17,6 +17,10 @@ MOST_COLUMNS = 64
 
 COLUMNS_ROWS = WARP_THREADS  # rows of a block there
 SOLVE_THREADS = 128  # of the other kernels' blocks
+
+CODED_COLUMNS = 512
+"""Columns of a group that a warp finds codes for, or sums up, at most."""
+
 _FLOAT_BYTES = 4
 _PADDING = 1, 4  # floats behind the values of a column, bytes behind the codes of a row
 
@@ -29,6 +33,7 @@ _CONSTANTS = {
     "MOST_COLUMNS": MOST_COLUMNS,
     "COLUMNS_ROWS": COLUMNS_ROWS,
     "SOLVE_THREADS": SOLVE_THREADS,
+    "CODED_COLUMNS": CODED_COLUMNS,
     "MOST_SCALE_CODE": MOST_SCALE_CODE,
     "MOST_OFFSET_CODE": MOST_OFFSET_CODE,
     "BLOCK_ROWS": BLOCK_ROWS,
@@ -36,6 +41,7 @@ _CONSTANTS = {
 _COLUMNS = KernelSource("solve/columns.cu", _CONSTANTS)
 _SCALES = KernelSource("solve/scales.cu", _CONSTANTS)
 _FIT = KernelSource("solve/fit.cu", _CONSTANTS)
+_CODES = KernelSource("solve/codes.cu", _CONSTANTS)
 _TRELLIS = KernelSource("solve/trellis.cu", _CONSTANTS)
 
 
@@ -76,6 +82,16 @@ def fit_unit(bits: int, offset: bool) -> CompileUnit:
     return CompileUnit(_FIT, "bcqFitGroups", (bits, offset))
 
 
+def nearest_unit(bits: int) -> CompileUnit:
+    """bcqNearestCodes: codes of copies that are tuned, and the weight of codes."""
+    return CompileUnit(_CODES, "bcqNearestCodes", (bits,))
+
+
+def code_gradients_unit(bits: int) -> CompileUnit:
+    """bcqCodeGradients: of scales and offset, from that of the weight."""
+    return CompileUnit(_CODES, "bcqCodeGradients", (bits,))
+
+
 def trellis_threads(states: int) -> int:
     """Threads of a block of trellisColumns."""
     return 64 if states <= 64 else 256 if states <= 1024 else 512
@@ -102,6 +118,6 @@ def trellis_unit(bits: int, taps: int) -> CompileUnit:
 def solve_units(_row: Architecture) -> Iterator[CompileUnit]:
     """Every instance of the solvers' kernels; the same on every GPU."""
     for bits in range(1, MAX_BITS + 1):
-        yield from (unit(bits) for unit in (round_unit, descend_unit, residual_unit))
+        yield from (unit(bits) for unit in (round_unit, descend_unit, residual_unit, nearest_unit, code_gradients_unit))
         yield from (unit(bits, offset) for unit in (signs_unit, refit_unit, fit_unit) for offset in (False, True))
     yield from (trellis_unit(bits, taps) for bits, taps in TRELLIS_FILTERS)
