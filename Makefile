@@ -1,6 +1,6 @@
 # make demo   quantize a real 135M model end to end and print the result (a few minutes on 2 cores, after downloads)
 # make test   the test suite; make test-all adds the runs of real models; make lint checks style and types
-# make kernels  compile every instance of every kernel for every GPU generation, no GPU needed
+# make kernels  compile every instance of every kernel, no GPU needed
 # make test-vllm  a tiny model through vLLM on the CPU, one process and two, and its server (5 GB of packages, 10 minutes)
 # make fuzz   sixty times as many damaged files as make test, others each day (FUZZ_SEED=1 MUTATIONS=5 make fuzz)
 # Each sets up what it needs in .venv first, from the versions pinned in constraints.txt.

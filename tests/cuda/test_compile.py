@@ -3,8 +3,8 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import groupby
+from functools import cache, partial
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -135,12 +135,43 @@ def _first_of_its_kind(row: Architecture) -> bool:
     return next(other for other in rows if (other.native, other.overlap) == (row.native, row.overlap)) is row
 
 
-def _looked_into(row: Architecture, *, every: bool) -> set[CompileUnit]:
-    """Instances of which machine code is made: of a sample all. Else those of tested generations, the first of their
-    kinds."""
-    if not every:
-        return set(_compiled(row, every=False))
-    return set(all_units(row)) if row.tested and _first_of_its_kind(row) else set()
+def _machine_code(row: Architecture) -> set[CompileUnit]:
+    """Instances of which make kernels makes machine code, in most of its time: those of tested generations, the first
+    of their kinds; of two that differ in the 16-bit type alone one, of either type in turn."""
+    if not row.tested or not _first_of_its_kind(row):
+        return set()
+    pairs: dict[tuple[Any, ...], list[CompileUnit]] = {}
+    for unit in dict.fromkeys(all_units(row)):
+        place = _place_of_type(unit)
+        others = unit.arguments[:place] + unit.arguments[place + 1 :]
+        pairs.setdefault((unit.source, unit.function, others), []).append(unit)
+    return {pair[number % len(pair)] for number, pair in enumerate(pairs.values())}
+
+
+@cache
+def _template_parameters(source: KernelSource, function: str) -> tuple[str, ...]:
+    """Names of a kernel's template parameters."""
+    text = re.sub(r"//.*", "", source.text)
+    found = re.search(rf"template\s*<([^<>]*)>\s*__global__[^;{{]*\b{function}\s*\(", text)
+    return tuple(part.split()[-1] for part in found[1].split(",")) if found else ()
+
+
+def _place_of_type(unit: CompileUnit) -> int:
+    """Of the 16-bit type among the template arguments; behind all of them where there is none."""
+    names = _template_parameters(unit.source, unit.function)
+    return names.index("kDtype") if "kDtype" in names else len(unit.arguments)
+
+
+def _new_in(row: Architecture) -> list[CompileUnit]:
+    """Instances that no generation before compiles from the same text with the same features, and the sample."""
+    before = {
+        unit
+        for other in takewhile(lambda other: other is not row, ARCHITECTURES.values())
+        if (other.overlap, other.clusters) == (row.overlap, row.clusters)
+        for unit in all_units(other)
+    }
+    sample = set(_compiled(row, every=False))
+    return [unit for unit in _compiled(row, every=True) if unit not in before or unit in sample]
 
 
 def _may_spill(unit: CompileUnit) -> int:
@@ -186,7 +217,7 @@ def _compile_to_ptx(batch: list[CompileUnit], row: Architecture) -> None:
 
 
 def _cases() -> Iterator[Any]:
-    """A sample of every file for the first generation of each kind; and, for make kernels, every instance for all."""
+    """A sample of every file for the first generation of each kind, up to PTX; for make kernels every instance."""
     for (file, target), (row, source) in JOBS.items():
         if _first_of_its_kind(row):
             yield pytest.param(row, source, False, id=f"sample-{file}-{target}")
@@ -200,24 +231,47 @@ def test_instances_compile_without_spills_and_fit_shared_memory(
 ) -> None:
     if not can_compile(row):
         pytest.skip(f"this NVRTC does not know {row.target}")
-    wanted = [unit for unit in _compiled(row, every=every) if unit.source is source]
-    looked_into = _looked_into(row, every=every)
+    wanted = [unit for unit in (_new_in(row) if every else _compiled(row, every=False)) if unit.source is source]
+    to_the_end = _machine_code(row) if every else set()
     with ThreadPoolExecutor(WORKERS) as pool:  # NVRTC compiles outside the interpreter's lock
         for machine_code in (True, False):
-            units = [unit for unit in wanted if (unit in looked_into) == machine_code]
+            units = [unit for unit in wanted if (unit in to_the_end) == machine_code]
             count = max(WORKERS, -(-len(units) // BATCH))
             batches = [units[i::count] for i in range(count) if units[i::count]]
             check = partial(_faults, row=row, machine_code=machine_code)
             assert not [name for names in pool.map(check, batches) for name in names]
 
 
-def test_machine_code_of_ampere_is_made_once() -> None:
-    assert _looked_into(AMPERE, every=True) == set(all_units(AMPERE))
-    assert not _looked_into(ARCHITECTURES[8, 6], every=True)
-    assert _looked_into(HOPPER, every=True) == set(all_units(HOPPER))
-    assert not _looked_into(ARCHITECTURES[10, 0], every=True)
+def test_machine_code_of_ampere_and_hopper_is_made_once_and_of_either_type() -> None:
     for row in ARCHITECTURES.values():
-        assert _looked_into(row, every=False)  # of the sample always
+        made, kernels = _machine_code(row), {unit.function for unit in all_units(row)}
+        assert {unit.function for unit in made} == (kernels if row in (AMPERE, HOPPER) else set())
+    gemm = [unit for unit in _machine_code(HOPPER) if unit.function == "bcqGemm"]
+    assert {unit.arguments[_place_of_type(unit)] for unit in gemm} == {0, 1}
+    assert 2 * len(gemm) == len({unit for unit in all_units(HOPPER) if unit.function == "bcqGemm"})
+
+
+def test_the_16_bit_type_is_found_among_template_arguments() -> None:
+    for function, place in (("bcqGemm", 4), ("decodeAttention", 1), ("bcqFitGroups", 2), ("bcqArrange", 0)):
+        unit = next(unit for unit in all_units(HOPPER) if unit.function == function)
+        assert _place_of_type(unit) == place
+
+
+def test_every_instance_is_compiled_for_its_features_and_every_kernel_for_its_target() -> None:
+    compiled: dict[tuple[bool, bool], set[CompileUnit]] = {}
+    for row in ARCHITECTURES.values():
+        new = set(_new_in(row))
+        compiled.setdefault((row.overlap, row.clusters), set()).update(new)
+        assert set(all_units(row)) <= compiled[row.overlap, row.clusters]
+        assert {unit.function for unit in new} == {unit.function for unit in all_units(row)}
+
+
+def test_sources_ask_nothing_of_their_target_but_what_features_tell() -> None:
+    """Up to PTX an instance is then the same for all generations with its features."""
+    for source in {unit.source for row in ARCHITECTURES.values() for unit in all_units(row)}:
+        assert set(re.findall(r"__CUDA_ARCH__(.*)", source.text)) <= {" >= 900"}, source.file
+    for row in ARCHITECTURES.values():
+        assert row.overlap == (row.capability >= (9, 0))
 
 
 def test_every_kernel_of_every_generation_is_in_the_sample() -> None:
