@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 from quantkit.cuda.architectures import architecture
 from quantkit.cuda.compile import CompileUnit, cached_cubin, cupy_install_line
-from quantkit.cuda.device import raw_stream
+from quantkit.cuda.device import gpu_of, raw_stream
 from quantkit.cuda.driver import FixedLaunch, LaunchShape, LoadedKernel
 from quantkit.cuda.parameters import Argument, Pointer, check_arguments, kernel_parameters
 from quantkit.errors import KernelError
@@ -115,6 +116,26 @@ def queue_fixed(launch: FixedLaunch, device: torch.device, words: Sequence[int],
             launch.kernel.queue_fixed(launch, words, encoded, raw_stream(device.index))
 
 
+def check_kernels(device: torch.device) -> None:
+    """Before work that runs kernels where it is on a GPU: whether they can.
+
+    Raises KernelError for a GPU below compute capability 8.0, and where CuPy is missing.
+    """
+    if device.type == "cuda":
+        gpu_of(device)
+        _cupy()
+
+
+def _cupy() -> Any:
+    """CuPy. Raises KernelError with the pip line where it is missing."""
+    try:
+        import cupy
+    except ImportError as error:
+        major = int((torch.version.cuda or "13").split(".")[0])
+        raise KernelError(f"CUDA kernels need CuPy, which is not installed: {cupy_install_line(major)}") from error
+    return cupy
+
+
 @cache
 def _load(unit: CompileUnit, device: int) -> tuple[LoadedKernel, bool]:
     """The unit on a device, allowed all the dynamic shared memory that a block can have, and whether launches overlap.
@@ -124,11 +145,7 @@ def _load(unit: CompileUnit, device: int) -> tuple[LoadedKernel, bool]:
     """
     if torch.cuda.is_current_stream_capturing():
         raise KernelError(f"kernel {unit.expression} first used inside a CUDA graph capture; run the model once before")
-    try:
-        import cupy
-    except ImportError as error:
-        major = int((torch.version.cuda or "13").split(".")[0])
-        raise KernelError(f"CUDA kernels need CuPy, which is not installed: {cupy_install_line(major)}") from error
+    cupy = _cupy()
     row = architecture(*torch.cuda.get_device_capability(device))
     cubin, symbol = cached_cubin(unit, row)
     with cupy.cuda.Device(device):  # CuPy loads, and keeps modules, by its own current device and not by torch's

@@ -171,7 +171,8 @@ def open_job(model: str, recipe: Recipe, calibration: Path | None, options: Quan
     linears = block_linears(stream.model)
     plans = placed_rotations(stream.model, plan_layers(recipe, list(linears)))
     _check_calibration(plans, artifact, recipe)
-    tuning = planned_tuning(recipe, plans, {name: linear_shape(linears[name]) for name in plans}, artifact)
+    shapes = {name: linear_shape(linears[name]) for name in plans}
+    tuning = planned_tuning(recipe, plans, shapes, artifact, stream.device)
     _check_attention(recipe, artifact, stream.model)
     _check_prefix(recipe, artifact, stream.model)
     plans |= _head_plans(recipe, stream.model)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quantkit.calibration.artifact import Calibration
 from quantkit.checkpoint.write import stored_tensors
+from quantkit.cuda.launch import check_kernels
 from quantkit.errors import CalibrationError, RecipeError
 from quantkit.formats.base import Shape
 from quantkit.formats.bcq import BcqSpec
@@ -32,12 +33,17 @@ _TUNING = "tuning"
 
 
 def planned_tuning(
-    recipe: Recipe, plans: Mapping[str, LayerPlan], shapes: Mapping[str, Shape], artifact: Calibration | None
+    recipe: Recipe,
+    plans: Mapping[str, LayerPlan],
+    shapes: Mapping[str, Shape],
+    artifact: Calibration | None,
+    device: torch.device,
 ) -> TuneSettings | None:
     """The settings of a recipe's ``tune`` section; None where it has none.
 
     Raises RecipeError for settings that cannot be, for layers in another format than ``bcq`` and ``trellis`` or on a
-    grid that other engines must read, and with INT8 attention; CalibrationError without calibration text.
+    grid that other engines must read, and with INT8 attention; CalibrationError without calibration text; KernelError
+    on a GPU that the kernels of tuning cannot run on, see check_kernels.
     """
     if recipe.tune is None:
         return None
@@ -68,6 +74,7 @@ def planned_tuning(
             f"recipe {recipe.name}: tune needs a calibration artifact of 2 windows or more; make one with "
             "'quantkit calibrate' and pass it as `calibration`"
         )
+    check_kernels(device)
     return settings
 
 

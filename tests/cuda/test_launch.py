@@ -15,8 +15,9 @@ import torch
 
 from quantkit.cuda import driver, launch
 from quantkit.cuda.compile import CompileUnit
+from quantkit.cuda.device import gpu_of
 from quantkit.cuda.driver import LaunchShape, LoadedKernel
-from quantkit.cuda.launch import FixedLaunches, Launch, queue_fixed
+from quantkit.cuda.launch import FixedLaunches, Launch, check_kernels, queue_fixed
 from quantkit.cuda.parameters import Argument, Parameter, Within
 from quantkit.cuda.source import KernelSource
 from quantkit.cuda.tensor_map import MAP_BYTES, TensorMap
@@ -260,3 +261,21 @@ def test_a_kernel_is_loaded_on_the_gpu_that_it_runs_on(monkeypatch: pytest.Monke
     finally:
         launch._load.cache_clear()
     assert (handles, cupy.used, cupy.current) == ([HANDLE + 1, HANDLE], [1, 1, 0, 0], 0)
+
+
+def test_a_gpu_that_no_kernel_runs_on_is_refused_before_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    check_kernels(CPU)
+    with pytest.raises(KernelError, match="CUDA kernels need CuPy, which is not installed: pip install"):
+        check_kernels(torch.device("cuda", 5))
+    monkeypatch.setitem(sys.modules, "cupy", Cupy())
+    check_kernels(torch.device("cuda", 5))
+    properties.major = 7
+    gpu_of.cache_clear()
+    try:
+        with pytest.raises(KernelError, match=r"compute capability"):
+            check_kernels(torch.device("cuda", 5))
+    finally:
+        gpu_of.cache_clear()

@@ -11,7 +11,7 @@ import torch
 
 from quantkit.calibration.artifact import load_calibration
 from quantkit.checkpoint.read import read_report
-from quantkit.errors import RecipeError
+from quantkit.errors import KernelError, RecipeError
 from quantkit.evaluation.divergence import score_logits
 from quantkit.formats.bcq import BcqSpec
 from quantkit.jobs.search import search_settings
@@ -261,6 +261,19 @@ def test_a_checkpoint_of_the_trellis_format_is_tuned(tiny_model: Folders, calibr
     assert all(block["after"] <= block["before"] for block in report["tuned_blocks"].values())
     assert report["tuning"]["after"] < report["tuning"]["before"]
     assert load_model(str(tmp_path / "out"), dtype=torch.float32)
+
+
+def test_kernels_that_tuning_takes_are_asked_for_before_the_work(
+    tiny_model: Folders, calibrated: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(device: torch.device) -> None:
+        raise KernelError(f"no kernels on {device}")
+
+    monkeypatch.setattr("quantkit.jobs.tune.check_kernels", missing)
+    arguments = command("opt", tiny_model, calibrated)
+    assert "no kernels on cpu" in refusal(*arguments, "-o", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+    assert run(*arguments, "--set", "tune=null", "-o", tmp_path / "out").exit_code == 0
 
 
 def test_tuning_needs_calibration_text(tiny_model: Folders, tmp_path: Path) -> None:
