@@ -30,6 +30,13 @@ def test_doctor_names_what_is_missing_and_how_to_add_it(tmp_path: Path) -> None:
     assert all(p["pip_line"] in result.stdout for p in missing)
 
 
+@pytest.fixture
+def _known_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process of seconds answers about 16-bit products (test_cpu.py) is known."""
+    monkeypatch.setattr("quantkit.jobs.doctor.half_precision_failure", lambda: None)
+
+
+@pytest.mark.usefixtures("_known_processor")
 def test_doctor_shows_every_generation_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     lines = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).stdout.splitlines()
@@ -46,6 +53,7 @@ def test_doctor_shows_every_generation_where_there_is_no_gpu(monkeypatch: pytest
     [((9, 0), "tested and measured"), ((12, 1), "untested"), ((7, 5), "8.0 or later; this one has 7.5")],
     ids=["hopper", "newer", "older"],
 )
+@pytest.mark.usefixtures("_known_processor")
 def test_doctor_says_how_far_the_kernels_are_tested_on_a_gpu(
     capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,7 +48,7 @@ def test_a_plan_of_the_trellis_format_is_found_and_applied(
     quick = {(bits, taps): FILTERS[bits, taps] for bits, taps in ((2, 4), (3, 3))}
     monkeypatch.setattr("quantkit.quantizers.trellis.quantizer.FILTERS", quick)
     plan, out = tmp_path / "plan.yaml", tmp_path / "q"
-    options = ("--max-bpw", "2.75", "--bits", "2,3", *TRELLIS, "--set", "sweeps=0", "--set", "measure=1")
+    options = ("--max-bpw", "2.75", "--bits", "2,3", *TRELLIS, "--set", "compensate=false", "--set", "measure=1")
     result = run("search", tiny_model("opt"), "--calibration", artifact, "-o", plan, *options)
     assert result.exit_code == 0, result.stderr
     document = json.loads(plan.with_suffix(".json").read_text())

@@ -31,7 +31,7 @@ HUB = {
     "llama4": "model.layers.1.feed_forward.experts.3.up_proj",
 }
 QUICK = ("weight_bits=2", "rounds=1", "sweeps=0")  # which codes an expert gets is not the point
-TRELLIS = "{schema: 1, method: trellis, settings: {weight_bits: 2, taps: 4, sweeps: 0}, keep: [lm_head]}"
+TRELLIS = "{schema: 1, method: trellis, settings: {weight_bits: 2, taps: 4, compensate: false}, keep: [lm_head]}"
 TOP_K = {"llama4": 1}
 
 

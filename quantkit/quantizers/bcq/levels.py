@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -96,6 +96,10 @@ class Nearest:
 
 def sign_table(scales: Tensor) -> Tensor:
     """[q, 2**q] fp32 for scales [q, G], on their device: +1 where bit i of the code is set, else -1."""
-    bits = scales.shape[0]
-    codes = torch.arange(2**bits, device=scales.device)
-    return torch.stack(code_signs(codes, bits))
+    return _sign_table(scales.shape[0], scales.device)
+
+
+@cache
+def _sign_table(bits: int, device: torch.device) -> Tensor:
+    """Made once: groups are fitted in hundreds of rounds, of which each asks for it."""
+    return torch.stack(code_signs(torch.arange(2**bits, device=device), bits))
