@@ -32,7 +32,7 @@ def test_doctor_names_what_is_missing_and_how_to_add_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def _known_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a process of seconds answers about 16-bit products (test_cpu.py) is known."""
+    """Doctor starts a process of two seconds for this answer, which test_cpu.py tests."""
     monkeypatch.setattr("quantkit.jobs.doctor.half_precision_failure", lambda: None)
 
 

@@ -181,13 +181,13 @@ def _may_spill(unit: CompileUnit) -> int:
 
 
 def _faults(batch: list[CompileUnit], row: Architecture, *, machine_code: bool) -> list[str]:
-    """Instances whose shared memory is more than a block has.
+    """Instances whose shared memory is more than a block has, as far as machine code is made.
 
     Where the kernels are tested also those that spill, or whose products of warpgroups wait for each other.
     """
     if not machine_code:
         _compile_to_ptx(batch, row)
-        return [unit.expression for unit in batch if unit.shared_mem > row.shared_limit()]
+        return []
     cubin = compile_units(batch, row)
     used = {unit: cubin.resources[cubin.symbols[unit.expression]] for unit in batch}
     spilled = {unit: max(it.stack_frame, it.spill_stores + it.spill_loads) for unit, it in used.items()}
@@ -259,11 +259,18 @@ def test_the_16_bit_type_is_found_among_template_arguments() -> None:
 
 def test_every_instance_is_compiled_for_its_features_and_every_kernel_for_its_target() -> None:
     compiled: dict[tuple[bool, bool], set[CompileUnit]] = {}
+    run = {row.capability for row, _ in JOBS.values()}
     for row in ARCHITECTURES.values():
-        new = set(_new_in(row))
+        new = set(_new_in(row)) if row.capability in run else set()
         compiled.setdefault((row.overlap, row.clusters), set()).update(new)
         assert set(all_units(row)) <= compiled[row.overlap, row.clusters]
-        assert {unit.function for unit in new} == {unit.function for unit in all_units(row)}
+        assert {unit.function for unit in new} == ({unit.function for unit in all_units(row)} if new else set())
+    assert {row.target for row in ARCHITECTURES.values()} == {row.target for row, _ in JOBS.values()}
+
+
+def test_dynamic_shared_memory_of_every_instance_fits_its_generation() -> None:
+    for row in ARCHITECTURES.values():
+        assert [unit.expression for unit in all_units(row) if unit.shared_mem > row.shared_limit()] == [], row.title
 
 
 def test_sources_ask_nothing_of_their_target_but_what_features_tell() -> None:
