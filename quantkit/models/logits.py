@@ -56,7 +56,8 @@ def window_logits(
 def log_probabilities(model: Any, tokens: Tensor) -> Tensor:
     """[b * seq_len, vocabulary] fp32 of windows [b, seq_len] of ids, with a graph where gradients are on; the model is
     in memory."""
-    logits: Tensor = model(tokens.long(), use_cache=False).logits
+    # Without a cache the code of transformers asks whether texts are packed into a window, so the host waits for a GPU.
+    logits: Tensor = model(tokens.long(), use_cache=True).logits
     return logits.float().log_softmax(dim=-1).flatten(0, -2)
 
 

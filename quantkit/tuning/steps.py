@@ -1,8 +1,8 @@
 """The steps of a tuning: Adam with a rate of its own per tensor.
 
-On a GPU a step of a small block is many short kernels, and the host takes longer to start them than they run. So a step
-that never waits for the host is captured in a CUDA graph: the first step runs as it is, the second shows whether it
-waits, all further ones are replayed.
+On a GPU a step of a small block, or of a small model, is many short kernels, and the host takes longer to start them
+than they run. So a step that never waits for the host is captured in a CUDA graph: the first step runs as it is, the
+second shows whether it waits, all further ones are replayed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.cuda.graph import capture
+from quantkit.cuda.graph import FilledScalars, capture
 from quantkit.tuning.part import TunedPart, expanded_once
 from quantkit.tuning.settings import TuneSettings
 
@@ -35,8 +35,7 @@ class Objective:
 
     dtype: what norms and biases are stored in: the held-out loss is that of the stored values. of: what is tuned, for
     messages. shown: whether stderr shows how far a pass is. device: where the loss takes the numbers of windows; on a
-    GPU it must read everything there by them, as a captured step gets other numbers in the same place. Whole models
-    take them on the CPU: the code of transformers asks what its masks hold, and so waits in every step.
+    GPU it must read everything there by them, as a captured step gets other numbers in the same place.
     """
 
     loss: Loss
@@ -123,7 +122,8 @@ def _waits(step: Callable[[], None]) -> bool:
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")  # once a process
         torch.cuda.set_sync_debug_mode("error")
     try:
-        step()
+        with FilledScalars():
+            step()
         return False
     except RuntimeError as error:
         if "synchronizing CUDA operation" not in str(error):

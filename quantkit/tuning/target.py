@@ -30,10 +30,10 @@ class Target:
     @torch.no_grad()
     def log_probabilities(self, numbers: Tensor) -> Tensor:
         """Of the windows of these numbers [b]: [b * seq_len, vocabulary] fp32."""
-        states = self._states[numbers.to(self._states.device)]
+        states = self._states[numbers]
         answer = states if self._rest is None else (states, *self._rest)
         with replaced_forwards(self._blocks, [lambda *_arguments, **_keywords: answer] * len(self._blocks)):
-            return log_probabilities(self._original, self._windows[numbers].to(states.device))
+            return log_probabilities(self._original, self._windows[numbers])
 
     @torch.no_grad()
     def _last_states(self, windows: Tensor) -> Tensor:

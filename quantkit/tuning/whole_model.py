@@ -35,6 +35,7 @@ def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSetting
         return linear_weight(original.get_submodule(name)).detach()
 
     device = next(original.parameters()).device
+    windows = windows.to(device)
     original.requires_grad_(False)
     with tunable(model, weight if settings.codes else None) as tuned:
         model.to(device)
@@ -44,9 +45,9 @@ def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSetting
             target = Target(original, windows, at_once)
 
             def loss(numbers: Tensor) -> Tensor:
-                return divergence_loss(target.log_probabilities(numbers), model, windows[numbers].to(device))
+                return divergence_loss(target.log_probabilities(numbers), model, windows[numbers])
 
-            objective = Objective(loss, len(windows), at_once, dtype)
+            objective = Objective(loss, len(windows), at_once, dtype, device=device)
             parts, others = list(tuned.parts.values()), list(tuned.others.values())
             report = tune(parts, others, objective, for_whole_model(settings))
         model.to("cpu")

@@ -13,12 +13,16 @@ from quantkit.models.streaming import BlockCall
 from quantkit.tuning import steps
 from quantkit.tuning.block import tune_block
 from quantkit.tuning.optimize import TuneReport
+from quantkit.tuning.whole_model import tune_model
+from tests.tiny import VOCABULARY
 from tests.tuning.test_block import INDEX, SETTINGS, setting_with_weights
+from tests.tuning.test_whole_model import models
 
 pytestmark = pytest.mark.cuda
 
 # 12 windows, 10 of them tuned on: steps of three leave a step of one at the end of each pass.
 CODES = replace(SETTINGS, blocks=3, batch=3, block_codes=True)
+MODEL_PASSES = 3
 
 
 def on_gpu(value: Any) -> Any:
@@ -42,6 +46,16 @@ def tuned(family: str, *, hidden_on_gpu: bool = True) -> tuple[nn.Module, TuneRe
         block.cuda(), INDEX, inputs, targets, CODES, dtype=torch.float32, original=lambda name: weights[name].cuda()
     )
     return block, report
+
+
+def tuned_model(family: str, *, codes: bool) -> tuple[TuneReport, dict[str, Tensor]]:
+    """What passes of a whole tiny model on the GPU report, and the model's state."""
+    torch.manual_seed(3)
+    original, model = models(family)
+    settings = replace(SETTINGS, blocks=0, epochs=MODEL_PASSES, batch=3, codes=codes)
+    windows = torch.randint(0, VOCABULARY, (12, 16), generator=torch.Generator().manual_seed(5))
+    report = tune_model(original.cuda(), model, windows, settings, dtype=torch.float32)
+    return report, model.state_dict()
 
 
 def count_replays(patch: pytest.MonkeyPatch) -> list[int]:
@@ -85,3 +99,20 @@ def test_hidden_states_that_stay_in_memory_are_read_window_by_window(monkeypatch
     _, report = tuned("llama", hidden_on_gpu=False)
     assert not replays
     assert report.after < report.before
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gpt2"])
+@pytest.mark.parametrize("codes", [True, False], ids=["codes", "fixed"])
+def test_captured_steps_of_a_whole_model_give_what_steps_one_by_one_give(
+    family: str, codes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays = count_replays(monkeypatch)
+    report, state = tuned_model(family, codes=codes)
+    full_batches = MODEL_PASSES * 3
+    assert len(replays) == full_batches - 2
+    monkeypatch.setattr(steps, "_waits", lambda step: step() or True)
+    plain, other = tuned_model(family, codes=codes)
+    assert len(replays) == full_batches - 2
+    assert report == plain
+    for name, tensor in state.items():
+        assert torch.equal(tensor, other[name]), name

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.errors import RecipeError, StatsError
 from quantkit.models.experts import separate_experts
@@ -19,6 +20,7 @@ from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
 from quantkit.quantizers.trellis import quantizer as trellis
 from quantkit.tuning.install import Tuned, tunable
 from quantkit.tuning.optimize import split_windows
+from quantkit.tuning.part import expanded_once
 from quantkit.tuning.settings import TuneSettings, tune_settings
 from quantkit.tuning.target import Target
 from quantkit.tuning.whole_model import divergence_loss, tune_model
@@ -128,6 +130,32 @@ def test_target_repeats_the_originals_predictions_without_its_blocks(family: str
             parameter.zero_()
     torch.testing.assert_close(target.log_probabilities(numbers), wanted)
     assert not torch.allclose(log_probabilities(original, windows[numbers]), wanted)  # the blocks are whole again
+
+
+class HostReads(TorchDispatchMode):
+    """Counts how often a value is read from a tensor, for which the host would wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "bloom", "gemma3"])
+def test_a_loss_reads_no_value_so_that_its_steps_can_be_captured(family: str) -> None:
+    original, model = models(family)
+    windows, numbers = text(), torch.tensor([7, 2, 11])
+    target = Target(original, windows, at_once=5)
+    with tunable(model, None) as tuned, expanded_once(list(tuned.parts.values())), HostReads() as reads:
+        loss = divergence_loss(target.log_probabilities(numbers), model, windows[numbers])
+        loss.backward()
+    assert reads.count == 0
+    with HostReads() as reads:
+        loss.item()
+    assert reads.count == 1
 
 
 @pytest.mark.parametrize("codes", [True, False], ids=["codes", "fixed"])
