@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def _judge(
     rows = torch.cat(
         [torch.cat([torch.tensor(p, dtype=torch.long).expand(count, -1), texts.long()], dim=1) for p in prefixes]
     )
-    inputs = capture_inputs(stream, rows)
+    inputs = replace(capture_inputs(stream, rows), batched={})  # what flows into a Linear is of one text
     linears = block_linears(stream.model)
     scores, reach = [0.0] * len(prefixes), [torch.zeros(texts.numel()) for _ in prefixes]
     for index, (name, _) in enumerate(track(stream.blocks, "looking for a prefix")):

@@ -21,6 +21,7 @@ from quantkit.formats.table import stored_bytes
 from quantkit.integrations.transformers import install_layers, install_prefix
 from quantkit.jobs.quantize_blocks import HEAD_ROWS
 from quantkit.methods import METHODS, LayerPlan, stored_specs, weighs_by_loss
+from quantkit.models.block_calls import tokens_at_once
 from quantkit.models.families import linear_shape
 from quantkit.models.stream import ModelStream
 from quantkit.models.structure import untie_head
@@ -150,7 +151,7 @@ def _block_tuning_memory(stream: ModelStream, shapes: Mapping[str, Shape], seq_l
     blocks.pop(None, None)
     text = stream.model.config.get_text_config()
     outside = sum(p.numel() for name, p in stream.model.named_parameters() if stream.owner(name) is None)
-    sizes = max(blocks.values()), seq_len, text.hidden_size
+    sizes = max(blocks.values()), tokens_at_once(stream.device, seq_len), text.hidden_size
     return _PROCESS_BYTES + block_tuning_bytes(*sizes, tuning, outside=outside, vocabulary=text.vocab_size)
 
 

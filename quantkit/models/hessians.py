@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -77,7 +77,9 @@ def block_hessians(
     taps = [(group, accumulate) for group in groups]
     with routing_weights(block) as weights_of:
         watched = Watched(ranks, partial(_join, linears, weights_of, weighing.saliency))
-        watch_block(block, inputs, index, taps, watched=watched)
+        # Experts see the tokens of one window in an order of their own.
+        batches = not any(name in experts for name in linears)
+        watch_block(block, inputs, index, taps, watched=watched, batches=batches)
     mine: dict[str, str] = {}
     for name, module in linears.items():
         known = name in watched.aliases
@@ -104,12 +106,13 @@ def _join(
     saliency: Mapping[str, Tensor],
     name: str,
     x: Tensor,
-    window: int,
+    windows: Sequence[int],
 ) -> Tensor:
     """x [tokens, K], with what its tokens are scaled by as further columns, where there is any: routing weights, or the
     roots of saliency."""
     if name in saliency:
-        return torch.cat((x, saliency[name][window].to(x.device, torch.float32).sqrt().to(x.dtype)), dim=1)
+        roots = saliency[name][list(windows)].flatten(0, 1).to(x.device, torch.float32).sqrt()
+        return torch.cat((x, roots.to(x.dtype)), dim=1)
     weights = weights_of(linears[name])
     return x if weights is None else torch.cat((x, weights.to(x.dtype)[:, None]), dim=1)
 

@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.models.block_calls import BlocksReadTextError, replaced_forwards
 from quantkit.models.stream import ModelStream
 from quantkit.models.streaming import (
     BlockInputs,
-    BlocksReadTextError,
     advance,
     capture_inputs,
-    replaced_forwards,
     state_room,
 )
 from quantkit.progress import say, track

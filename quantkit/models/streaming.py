@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.errors import ModelError
+from quantkit.models.block_calls import BlockCall, first_of, hidden_of, recorded_calls
 from quantkit.models.stream import ModelStream
 from quantkit.models.structure import model_body
 from quantkit.ranks import ALONE, Ranks
@@ -18,20 +19,13 @@ from quantkit.storage.resume import Workspace
 
 
 @dataclass(frozen=True)
-class BlockCall:
-    """How the model calls one block, besides the hidden states: masks, position embeddings, alibi, ..."""
-
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class BlockInputs:
     """What flows into a block.
 
-    hidden: [windows, seq_len, hidden_size] in any place; one window at a time is handed to the block. With ``models``
-        above 1, [windows, models, seq_len, hidden_size]: those of several models side by side; ``of`` chooses one.
-    calls: how each block is called, in block order; the same for every window, as all have one length.
+    hidden: [windows, seq_len, hidden_size] in any place. With ``models`` above 1, [windows, models, seq_len,
+        hidden_size]: those of several models side by side; ``of`` chooses one.
+    calls: how each block is called with one window, in block order; the same for all, as they have one length.
+    batched: by number of windows, how each block is called with so many at once; nothing where they run one by one.
     dtype: what the blocks compute in; ``hidden`` may be stored in fewer bits.
     rest: what a block returns behind the hidden states; None where it returns them bare.
     """
@@ -41,6 +35,15 @@ class BlockInputs:
     dtype: torch.dtype
     rest: tuple[Any, ...] | None = None
     models: int = 1
+    batched: Mapping[int, tuple[BlockCall, ...]] = field(default_factory=dict)
+
+    def batches(self, count: int) -> list[int]:
+        """How many of ``count`` windows run at once, one batch after the other."""
+        sizes, left = [], count
+        for size in (*sorted(self.batched, reverse=True), 1):
+            sizes += [size] * (left // size)
+            left %= size
+        return sizes
 
     def with_hidden(self, hidden: Tensor) -> BlockInputs:
         """The same with other hidden states."""
@@ -76,10 +79,6 @@ class _Captured(Exception):
     """Ends a forward pass once the first block was reached."""
 
 
-class BlocksReadTextError(ModelError):
-    """A model's blocks are handed something that depends on the text, so it runs as a whole only."""
-
-
 @torch.no_grad()
 def capture_inputs(
     stream: ModelStream,
@@ -98,13 +97,13 @@ def capture_inputs(
     Raises ModelError where the blocks are no plain chain (each fed by the one before), or for an unknown structure.
     """
     with stream.outside():
-        found = _recorded_calls(stream, windows, start)
+        found = recorded_calls(stream, windows, start)
         narrower = dtype is not None and dtype.itemsize < found.dtype.itemsize
         hidden = room((*windows.shape, *found.width), dtype if narrower and dtype is not None else found.dtype)
         numbers = iter(ranks.own(len(windows)))
 
         def catch(_module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            hidden[next(numbers)] = _hidden(arguments, keywords)[0]
+            hidden[next(numbers)] = hidden_of(arguments, keywords)[0]
             raise _Captured
 
         body, (_, first) = model_body(stream.model), stream.blocks[0]
@@ -115,7 +114,7 @@ def capture_inputs(
                     body(windows[number][None].to(stream.device, torch.long), use_cache=False)
         finally:
             handle.remove()
-    return BlockInputs(hidden, found.calls, found.dtype, found.rest)
+    return BlockInputs(hidden, found.calls, found.dtype, found.rest, batched=found.batched)
 
 
 def stored_inputs(
@@ -141,13 +140,13 @@ def stored_inputs(
 
         return replace(capture_inputs(stream, windows, room=room, dtype=dtype, ranks=ranks), models=models)
     with stream.outside(), torch.no_grad():
-        found = _recorded_calls(stream, windows)
+        found = recorded_calls(stream, windows)
     shape = _side_by_side((*windows.shape, *found.width), models)
     hidden = work.state(work.finished, shape, dtype)
     ranks.lead(lambda: work.check_state(hidden))
     room_for_it = state_room(stream.device, work, work.finished, shape, dtype)
     hidden = hidden if room_for_it.device.type == "cpu" else room_for_it.copy_(hidden)
-    return BlockInputs(hidden, found.calls, found.dtype, found.rest, models)
+    return BlockInputs(hidden, found.calls, found.dtype, found.rest, models, found.batched)
 
 
 def _side_by_side(shape: tuple[int, ...], models: int) -> tuple[int, ...]:
@@ -179,24 +178,49 @@ def fast_products(device: torch.device) -> Iterator[None]:
 
 
 def run_block(
-    block: nn.Module, inputs: BlockInputs, index: int, windows: Sequence[int] | None = None
+    block: nn.Module, inputs: BlockInputs, index: int, windows: Iterable[int] | None = None
 ) -> Iterator[tuple[int, Tensor]]:
-    """(window number, output [1, seq_len, hidden_size]) of block ``index`` for one window after the other.
+    """(window number, output [1, seq_len, hidden_size]) of block ``index`` for one window after the other, of which
+    several may have run at once.
 
     windows: numbers of those that run, where there are such windows; by default all.
     """
+    for numbers, output in run_batches(block, inputs, index, windows):
+        yield from zip(numbers, output.split(1), strict=True)
+
+
+def run_batches(
+    block: nn.Module,
+    inputs: BlockInputs,
+    index: int,
+    windows: Iterable[int] | None = None,
+    *,
+    before: Callable[[Sequence[int]], None] | None = None,
+) -> Iterator[tuple[list[int], Tensor]]:
+    """(window numbers, outputs [b, seq_len, hidden_size]) of as many windows at once as there are calls for.
+
+    windows: as run_block takes them. before: is told which windows run next.
+    """
     present = range(len(inputs.hidden))
-    for number in present if windows is None else (number for number in windows if number in present):
+    numbers = list(present if windows is None else (number for number in windows if number in present))
+    for size in inputs.batches(len(numbers)):
+        batch, numbers = numbers[:size], numbers[size:]
+        if before is not None:
+            before(batch)
         with torch.no_grad():
-            output = call_block(block, inputs, index, inputs.hidden[number][None])
-        yield number, output
+            hidden = inputs.hidden[batch[0]][None] if size == 1 else inputs.hidden[batch]
+            output = call_block(block, inputs, index, hidden)
+        yield batch, output
 
 
 def call_block(block: nn.Module, inputs: BlockInputs, index: int, hidden: Tensor) -> Tensor:
-    """What block ``index`` makes of hidden states [1, seq_len, hidden_size], in what it computes in."""
-    call = inputs.calls[index]
+    """What block ``index`` makes of hidden states [b, seq_len, hidden_size], in what it computes in.
+
+    b: 1, or a number of windows that ``inputs`` has a call for.
+    """
+    call = (inputs.calls if len(hidden) == 1 else inputs.batched[len(hidden)])[index]
     device = next(block.parameters()).device
-    output: Tensor = _first(block(hidden.to(device, inputs.dtype), *call.arguments, **call.keywords))
+    output: Tensor = first_of(block(hidden.to(device, inputs.dtype), *call.arguments, **call.keywords))
     return output
 
 
@@ -206,114 +230,3 @@ def advance(block: nn.Module, inputs: BlockInputs, index: int, into: Tensor | No
     for number, output in run_block(block, inputs, index):
         outputs[number] = output[0].to(outputs.device)
     return inputs.with_hidden(outputs)
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """What one pass shows. width: the shape of a hidden state behind [n, seq_len]. Others as in BlockInputs."""
-
-    calls: tuple[BlockCall, ...]
-    width: tuple[int, ...]
-    dtype: torch.dtype
-    rest: tuple[Any, ...] | None
-
-
-def _recorded_calls(stream: ModelStream, windows: Tensor, start: int = 0) -> _Recorded:
-    """_record_calls, once it is known that what the blocks are called with does not depend on the text.
-
-    Raises BlocksReadTextError where it does: the calls of one window would be wrong for another.
-    """
-    ends = [windows[end][None].to(stream.device, torch.long) for end in ((0, -1) if len(windows) > 1 else (0,))]
-    with stream.block(0):
-        found = [_record_calls(stream, window, start) for window in ends]
-    for index, (first, other) in enumerate(zip(found[0].calls, found[-1].calls, strict=True)):
-        if not _same(first.arguments, other.arguments) or not _same(first.keywords, other.keywords):
-            raise BlocksReadTextError(
-                f"{type(stream.model).__name__}: hands block {index} something that depends on the text; models with "
-                "such blocks (inputs per layer) cannot be run block by block"
-            )
-    return found[0]
-
-
-def _same(first: Any, other: Any) -> bool:
-    """Whether two arguments of a block are equal; objects that are neither tensors nor collections are taken so."""
-    if isinstance(first, Tensor):
-        return isinstance(other, Tensor) and torch.equal(first, other)
-    if isinstance(first, dict):
-        return isinstance(other, dict) and all(_same(value, other.get(key)) for key, value in first.items())
-    if isinstance(first, list | tuple):
-        return len(first) == len(other) and all(map(_same, first, other))
-    return True
-
-
-def _record_calls(stream: ModelStream, window: Tensor, start: int) -> _Recorded:
-    """Arguments of every block in one pass; they differ where layers attend differently (sliding, local rope).
-
-    Only the first block computes: what the model hands to a block depends on the tokens' places alone. The others give
-    back what they are given, in the form of the first block's answer.
-    """
-    name, blocks = type(stream.model).__name__, [block for _, block in stream.blocks]
-    calls: list[BlockCall] = []
-    outputs: list[Any] = []
-
-    def record(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
-        hidden = _hidden(arguments, keywords)
-        before = _first(outputs[-1]) if outputs else None
-        if before is not None and (hidden.shape != before.shape or hidden.data_ptr() != before.data_ptr()):
-            raise ModelError(f"{name}: block {len(calls)} is not fed by the block before it")
-        keywords = {key: value for key, value in keywords.items() if key != "hidden_states"}
-        calls.append(BlockCall(arguments[1:], keywords))
-        return hidden
-
-    def pass_on(*arguments: Any, **keywords: Any) -> Any:
-        hidden = record(arguments, keywords).clone()
-        outputs.append((hidden, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else hidden)
-        return outputs[-1]
-
-    shape: list[torch.Size] = []
-
-    def compute(*arguments: Any, **keywords: Any) -> Any:
-        shape.append(record(arguments, keywords).shape)
-        outputs.append(forward(*arguments, **keywords))
-        return outputs[-1]
-
-    forward = blocks[0].forward
-    with stream.block(0), replaced_forwards(blocks, [compute, *[pass_on] * (len(blocks) - 1)]):
-        model_body(stream.model)(window, use_cache=False, **_positions(window, start))
-    if len(calls) != len(blocks):
-        raise ModelError(f"{name}: a pass runs {len(calls)} of its {len(blocks)} blocks")
-    rest = outputs[0][1:] if isinstance(outputs[0], tuple) else None
-    return _Recorded(tuple(calls), tuple(shape[0][2:]), _first(outputs[0]).dtype, rest)
-
-
-@contextmanager
-def replaced_forwards(blocks: Sequence[nn.Module], functions: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """While entered, the blocks compute these functions instead."""
-    former = [vars(block).get("forward") for block in blocks]
-    try:
-        for block, function in zip(blocks, functions, strict=True):
-            block.forward = function
-        yield
-    finally:
-        for block, own in zip(blocks, former, strict=True):
-            vars(block).pop("forward", None)
-            if own is not None:
-                block.forward = own
-
-
-def _positions(window: Tensor, start: int) -> dict[str, Tensor]:
-    """What a model is told of the positions of a window that does not begin at 0."""
-    if not start:
-        return {}
-    return {"position_ids": torch.arange(start, start + window.shape[1], device=window.device)[None]}
-
-
-def _first(output: Any) -> Any:
-    return output[0] if isinstance(output, tuple) else output
-
-
-def _hidden(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
-    hidden = arguments[0] if arguments else keywords.get("hidden_states")
-    if not isinstance(hidden, Tensor):
-        raise ModelError("a decoder block is called without hidden states; its structure is not supported")
-    return hidden

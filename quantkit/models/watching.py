@@ -1,15 +1,16 @@
 """What flows into the Linears of a block as windows run through it, on one rank or several.
 
 With several, each runs its own windows, and every distinct input has one rank that takes it in: all windows of it, in
-their order, whoever ran them. So sums are the same to the bit however many ranks there are. The cost is that inputs
-travel between the ranks: per window and block what its Linears read, in fp32.
+their order, whoever ran them. So sums are the same to the bit however many ranks there are, but for one rank on a GPU,
+which may take in several windows at once. The cost is that inputs travel between the ranks: per window and block what
+its Linears read, in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -19,19 +20,19 @@ from torch import Tensor, nn
 from quantkit.errors import ModelError
 from quantkit.models.families import linear_shape
 from quantkit.models.inputs import InputTap
-from quantkit.models.streaming import BlockInputs, run_block
+from quantkit.models.streaming import BlockInputs, run_batches, run_block
 from quantkit.ranks import ALONE, Loads, Ranks
 
 Consume = Callable[[str, Tensor], None]
 """(name of a Linear, x [tokens, K]): takes in what flows into it."""
-Prepare = Callable[[str, Tensor, int], Tensor]
-"""(name of a Linear, x, number of the window) -> what is taken in instead, made while the Linear is being run and where
-it is."""
+Prepare = Callable[[str, Tensor, Sequence[int]], Tensor]
+"""(name of a Linear, x, numbers of the windows) -> what is taken in instead, made while the Linear is being run and
+where it is."""
 Taps = Sequence[tuple[Mapping[str, nn.Module], Consume]]
 """Linears by name, and what takes in their inputs; those of one entry that share an input are taken in once."""
 
 
-def _as_it_is(_name: str, x: Tensor, _window: int) -> Tensor:
+def _as_it_is(_name: str, x: Tensor, _windows: Sequence[int]) -> Tensor:
     return x
 
 
@@ -69,26 +70,31 @@ def watch_block(
     into: Tensor | None = None,
     windows: range | None = None,
     watched: Watched | None = None,
+    batches: bool = False,
 ) -> Watched:
     """Run this rank's windows through the block, its outputs going to ``into``; inputs are taken in as Watched says.
 
     windows: the numbers of those that run, by default all. watched: of an earlier pass, which this one adds to.
+    batches: whether the inputs of several windows may be taken in at once, x [windows * tokens, K].
     """
     watched = watched or Watched()
     windows = range(len(inputs.hidden)) if windows is None else windows
     if watched.ranks.count > 1:
         return _watch_together(block, inputs, index, taps, into, windows, watched)
-    running = [0]
+    running: list[int] = []
 
     def taking_in(consume: Consume) -> Consume:
-        return lambda name, x: consume(name, watched.prepare(name, x, running[0]))
+        return lambda name, x: consume(name, watched.prepare(name, x, running))
+
+    def runs_next(numbers: Sequence[int]) -> None:
+        running[:] = numbers
 
     with ExitStack() as stack:
         entered = [stack.enter_context(InputTap(linears, taking_in(consume))) for linears, consume in taps]
-        for running[0] in windows:
-            for number, output in run_block(block, inputs, index, (running[0],)):
-                if into is not None:
-                    into[number] = output[0].to(into.device)
+        flowing = inputs if batches else replace(inputs, batched={})
+        for numbers, output in run_batches(block, flowing, index, windows, before=runs_next):
+            if into is not None:
+                into[numbers] = output.to(into.device, into.dtype)
     for tap in entered:
         watched.aliases = tap.aliases | watched.aliases
     watched.owners = dict.fromkeys(watched.aliases.values(), 0)
@@ -132,8 +138,7 @@ def _run_own(
     kept: dict[str, Tensor] = {}
 
     def keep(name: str, x: Tensor) -> None:
-        (window,) = windows
-        kept[name] = prepare(name, x, window).clone()  # what the block does with it afterwards must not be seen
+        kept[name] = prepare(name, x, windows).clone()  # what the block does with it afterwards must not be seen
 
     with ExitStack() as stack:
         entered = [stack.enter_context(InputTap(group, keep)) for group, _ in taps]

@@ -52,7 +52,7 @@ def tune_block(
         objective = Objective(
             loss or output_error(block, index, inputs, targets),
             len(targets),
-            at_once=1,
+            at_once=max(inputs.batched, default=1) if loss is None else 1,
             dtype=dtype,
             of=f"quantized block {index}",
             shown=False,
@@ -71,11 +71,16 @@ def output_error(block: nn.Module, index: int, inputs: BlockInputs, targets: Ten
     """The mean squared error of a block's outputs, as a share of the mean square of the targets."""
     size = torch.stack([window.float().square().mean() for window in targets]).mean().item() or 1.0
 
-    def error(number: Tensor) -> Tensor:
-        output = call_block(block, inputs, index, inputs.hidden.index_select(0, number.to(inputs.hidden.device)))
-        return (output - targets.index_select(0, number.to(targets.device)).to(output)).square().mean()
+    def error(numbers: Tensor) -> Tensor:
+        output = call_block(block, inputs, index, inputs.hidden.index_select(0, numbers.to(inputs.hidden.device)))
+        wanted = targets.index_select(0, numbers.to(targets.device)).to(output)
+        return (output - wanted).square().mean() * len(numbers)
 
-    return lambda numbers: torch.stack([error(number) for number in numbers.split(1)]).mean() / size
+    def mean(numbers: Tensor) -> Tensor:
+        batches = numbers.split(inputs.batches(len(numbers)))
+        return torch.stack([error(batch) for batch in batches]).sum() / (len(numbers) * size)
+
+    return mean
 
 
 def prediction_error(stream: ModelStream, inputs: BlockInputs, targets: Tensor, windows: Tensor) -> Loss:
@@ -100,12 +105,13 @@ def prediction_error(stream: ModelStream, inputs: BlockInputs, targets: Tensor, 
 
 
 def block_tuning_bytes(
-    quantized: int, seq_len: int, hidden_size: int, settings: TuneSettings, *, outside: int, vocabulary: int
+    quantized: int, tokens: int, hidden_size: int, settings: TuneSettings, *, outside: int, vocabulary: int
 ) -> int:
     """What tune_block holds at its peak beside the block, so many of whose weights are quantized.
 
-    outside: parameters outside the blocks, which predictions of so large a vocabulary take, where these are tuned.
+    tokens: that run through the block at once. outside: parameters outside the blocks, which predictions of so large a
+    vocabulary take, where these are tuned.
     """
     values = _WEIGHT_VALUES + (_CODE_VALUES if settings.block_codes else 0)
-    predictions = outside + LOGIT_COPIES * seq_len * vocabulary if settings.logits else 0
-    return FP32 * (values * quantized + HIDDEN_COPIES * seq_len * hidden_size + predictions)
+    predictions = outside + LOGIT_COPIES * tokens * vocabulary if settings.logits else 0
+    return FP32 * (values * quantized + HIDDEN_COPIES * tokens * hidden_size + predictions)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.models.block_calls import replaced_forwards
 from quantkit.models.families import decoder_blocks
 from quantkit.models.logits import log_probabilities
-from quantkit.models.streaming import replaced_forwards
 from quantkit.progress import track
 
 

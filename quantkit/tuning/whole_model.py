@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +18,10 @@ from quantkit.tuning.settings import TuneSettings, for_whole_model
 from quantkit.tuning.steps import Objective
 from quantkit.tuning.target import Target
 
-# Windows of a graph that is held at a time have so many tokens, so that their logits stay below 2 GB for most models.
-_TOKENS_AT_ONCE = 2048
+# Windows of a graph that is held at a time have so many tokens: the fewest on a CPU, so that logits stay below 2 GB for
+# most models; on a GPU, which short kernels leave idle, the most that take no more than a share of its memory.
+_TOKENS_AT_ONCE = (8192, 4096, 2048)
+_GPU_SHARE = 0.6
 # Values held per quantized weight: what it stands for, in the graph and its gradient; with codes also the latent, its
 # gradient, two moments and the best so far.
 _FIXED_VALUES, _LATENT_VALUES = 2, 5
@@ -39,8 +42,9 @@ def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSetting
     original.requires_grad_(False)
     with tunable(model, weight if settings.codes else None) as tuned:
         model.to(device)
-
-        at_once = max(1, _TOKENS_AT_ONCE // windows.shape[1])
+        quantized = sum(math.prod(part.shape) for part in tuned.parts.values())
+        tokens = _tokens_at_once(original, quantized, windows.numel(), settings)
+        at_once = max(1, tokens // windows.shape[1])
         with _short_products():
             target = Target(original, windows, at_once)
 
@@ -65,14 +69,26 @@ def _short_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def tuning_bytes(model: Any, quantized: int, tokens: int, settings: TuneSettings) -> int:
-    """What tune_model holds at its peak, of a model (on the meta device) of which so many weights are quantized, with
-    so many tokens in all windows."""
+def _tokens_at_once(model: Any, quantized: int, tokens: int, settings: TuneSettings) -> int:
+    """Of a model where it is tuned; the rest as tuning_bytes takes it."""
+    device = next(model.parameters()).device
+    if device.type != "cuda":
+        return _TOKENS_AT_ONCE[-1]
+    room = _GPU_SHARE * torch.cuda.get_device_properties(device).total_memory
+    fits = (n for n in _TOKENS_AT_ONCE if tuning_bytes(model, quantized, tokens, settings, at_once=n) <= room)
+    return next(fits, _TOKENS_AT_ONCE[-1])
+
+
+def tuning_bytes(
+    model: Any, quantized: int, tokens: int, settings: TuneSettings, *, at_once: int = _TOKENS_AT_ONCE[-1]
+) -> int:
+    """What tune_model holds at its peak, of a model (on any device) of which so many weights are quantized, with so
+    many tokens in all windows, of which ``at_once`` are in a graph at a time."""
     config = model.config.get_text_config()
     total = sum(parameter.numel() for parameter in model.parameters())
     values = 2 * total + quantized * (_FIXED_VALUES + (_LATENT_VALUES if settings.codes else 0))
     graph = HIDDEN_COPIES * config.hidden_size * config.num_hidden_layers + LOGIT_COPIES * config.vocab_size
-    return FP32 * (values + _TOKENS_AT_ONCE * graph + tokens * config.hidden_size)
+    return FP32 * (values + at_once * graph + tokens * config.hidden_size)
 
 
 def divergence_loss(wanted: Tensor, model: Any, tokens: Tensor) -> Tensor:

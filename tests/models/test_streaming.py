@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from quantkit.errors import ModelError
+from quantkit.models import block_calls
 from quantkit.models.experts import RoutedExperts, expert_linears, separate_experts
 from quantkit.models.families import block_linears, decoder_blocks
 from quantkit.models.hessians import Weighing, block_hessians
@@ -18,7 +19,7 @@ from quantkit.models.loading import load_model
 from quantkit.models.stream import in_memory_stream
 from quantkit.models.streaming import advance, capture_inputs
 from quantkit.stats import trust
-from tests.tiny import VOCABULARY
+from tests.tiny import VOCABULARY, build_model
 
 FINAL_NORM = {
     "llama": "model.norm",
@@ -27,6 +28,7 @@ FINAL_NORM = {
     "gpt2": "transformer.ln_f",
 }
 SUM_RTOL = 1e-4  # fp32 sums over 72 rows in another order
+BATCH_RTOL = 1e-4  # fp32 products of other shapes, through up to four blocks
 
 
 def _windows(count: int = 3) -> torch.Tensor:
@@ -69,6 +71,39 @@ def test_blocks_with_different_masks_equal_the_model() -> None:
     with torch.no_grad():
         whole = torch.cat([model(window.long(), use_cache=False).logits for window in windows.split(1)])
     assert torch.equal(_logits_by_blocks(model, windows, "model.norm"), whole)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "opt", "bloom", "gpt2", "gemma3", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4", "lfm2", "jamba"],
+)
+def test_windows_at_once_give_what_they_give_one_by_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, windows = build_model(family).eval(), _windows(7)
+    stream = in_memory_stream(model)
+    alone = capture_inputs(stream, windows)
+    assert alone.batches(7) == [1] * 7
+    monkeypatch.setattr(block_calls, "_TOKENS_AT_ONCE", {"cpu": 4 * windows.shape[1]})
+    together = capture_inputs(stream, windows)
+    assert together.batches(7) == [4, 2, 1]
+    for index, (_, block) in enumerate(stream.blocks):
+        alone, together = advance(block, alone, index), advance(block, together, index)
+    torch.testing.assert_close(together.hidden, alone.hidden, rtol=BATCH_RTOL, atol=BATCH_RTOL)
+
+
+@pytest.mark.parametrize("family", FINAL_NORM)
+def test_hessians_of_windows_at_once_are_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, windows = build_model(family).eval(), _windows(7)
+    (name, block), *_ = decoder_blocks(model)
+    linears = {key: module for key, module in block_linears(model).items() if key.startswith(f"{name}.")}
+    weighing = Weighing(saliency={key: torch.rand(*windows.shape, 2) for key in list(linears)[1:]})
+
+    def found() -> dict[str, torch.Tensor]:
+        return block_hessians(block, capture_inputs(in_memory_stream(model), windows), 0, linears, weighing)
+
+    alone = found()
+    monkeypatch.setattr(block_calls, "_TOKENS_AT_ONCE", {"cpu": 4 * windows.shape[1]})
+    for key, hessian in found().items():
+        torch.testing.assert_close(hessian, alone[key], rtol=SUM_RTOL, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FINAL_NORM)

@@ -103,6 +103,19 @@ def test_tuning_a_block_lowers_its_held_out_error(family: str, method: Method) -
     assert after < before
 
 
+@pytest.mark.parametrize("family", ["llama", "bloom", "qwen3_moe"])
+def test_windows_at_once_are_tuned_on_as_one_by_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = []
+    for tokens in ({}, {"cpu": 2 * SEQ_LEN}):
+        monkeypatch.setattr("quantkit.models.block_calls._TOKENS_AT_ONCE", tokens)
+        torch.manual_seed(3)
+        block, inputs, targets = setting(family)
+        assert inputs.batches(3) == ([2, 1] if tokens else [1, 1, 1])
+        reports.append(tune_block(block, INDEX, inputs, targets, replace(SETTINGS, batch=3), dtype=torch.float32))
+    alone, together = reports
+    assert together.passes == pytest.approx(alone.passes, rel=ERROR_RTOL)
+
+
 @pytest.mark.parametrize("family", ["llama", "opt", "bloom"])
 def test_the_gradient_of_the_error_is_that_of_finite_differences(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Along the gradient of scales, offsets, biases and norms together, without the rounding of scales."""

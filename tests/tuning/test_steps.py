@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quantkit.models.streaming import BlockCall
+from quantkit.models.block_calls import BlockCall
 from quantkit.tuning import steps
 from quantkit.tuning.block import tune_block
 from quantkit.tuning.optimize import TuneReport
