@@ -22,6 +22,7 @@ from quantkit.jobs.quantize_blocks import transform_part
 from quantkit.methods import LayerPlan, stored_specs
 from quantkit.models.loading import load_model
 from quantkit.models.stream import in_memory_stream
+from quantkit.models.structure import embedding_matrices
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.recipe import Recipe
 from quantkit.storage.resume import Workspace
@@ -102,20 +103,17 @@ def tuned_piece(
     )
     transform_part(in_memory, Done())
     report = tune_model(original, student, blocks.artifact.windows, settings, dtype=blocks.dtype).to_json()
-    work.commit(_tuned_tensors(student, blocks.dtype), {**Done().to_json(), _TUNING: report})
+    work.commit(_tuned_tensors(student, settings, blocks.dtype), {**Done().to_json(), _TUNING: report})
     return report
 
 
-def _tuned_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """By stored name, the tensors that tuning may change; vectors in ``dtype``."""
+def _tuned_tensors(model: nn.Module, settings: TuneSettings, dtype: torch.dtype) -> dict[str, Tensor]:
+    """By stored name, the tensors that tuning may change; those that are not quantized in ``dtype``."""
     quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    matrices = embedding_matrices(model) if settings.embeddings else {}
+    packed = stored_tensors(model, lambda name: name.rpartition(".")[0] in quantized)
     vectors = {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
-
-    def changes(name: str) -> bool:
-        return name in vectors or name.rpartition(".")[0] in quantized
-
-    stored = stored_tensors(model, changes)
-    return {
-        name: tensor.to(dtype) if tensor.ndim == 1 and tensor.is_floating_point() else tensor
-        for name, tensor in stored.items()
-    }
+    found = packed | stored_tensors(model, lambda name: name in vectors)
+    floating = {name: tensor for name, tensor in found.items() if tensor.ndim == 1 and tensor.is_floating_point()}
+    floating |= stored_tensors(model, lambda name: name in matrices)
+    return found | {name: tensor.to(dtype) for name, tensor in floating.items()}

@@ -38,6 +38,13 @@ def output_head(model: nn.Module) -> tuple[str, nn.Linear] | None:
     return None if found is None or head is None or not is_linear(head) else (found, head)
 
 
+def embedding_matrices(model: Any) -> dict[str, nn.Parameter]:
+    """By name, what embeds tokens and, where it is in floating point, the head's weight; one that is both, once."""
+    weights = [getattr(m, "weight", None) for m in (model.get_input_embeddings(), model.get_output_embeddings())]
+    found = {id(weight) for weight in weights if isinstance(weight, nn.Parameter) and weight.is_floating_point()}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in found}
+
+
 def untie_head(model: Any) -> None:
     """Let the head and the embedding be two weights from now on, also in the config; nothing is copied."""
     for config in (model.config, model.config.get_text_config()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,16 +21,19 @@ TUNABLE = (BcqSpec, TrellisSpec)
 
 @dataclass(frozen=True)
 class Tuned:
-    """What has gradients. parts: by name of the Linear. others: by name, the vectors outside of Linears (norms)."""
+    """What has gradients. parts: by name of the Linear. others: by name, the vectors outside of Linears (norms), and
+    matrices that were asked for."""
 
     parts: dict[str, TunedPart]
     others: dict[str, nn.Parameter]
 
 
 @contextmanager
-def tunable(module: nn.Module, original: Callable[[str], Tensor] | None) -> Iterator[Tuned]:
+def tunable(
+    module: nn.Module, original: Callable[[str], Tensor] | None, matrices: Container[str] = ()
+) -> Iterator[Tuned]:
     """While entered, the ``bcq`` and ``trellis`` Linears of a module have gradients, and so have its vectors; nothing
-    else has.
+    else has, but for the parameters that ``matrices`` names.
 
     original: name of a Linear in the module -> its weight [N, K] before quantization, for codes that are chosen again,
     which those of ``trellis`` never are; None for codes that stay. On leaving, QuantizedLinears of the tuned values
@@ -40,8 +43,8 @@ def tunable(module: nn.Module, original: Callable[[str], Tensor] | None) -> Iter
     module.requires_grad_(False)
     linears = {name: m for name, m in module.named_modules() if _is_tunable(m)}
     inside = tuple(f"{name}." for name in linears)
-    others = {name: p for name, p in module.named_parameters() if p.ndim == 1 and not name.startswith(inside)}
-    others = {name: p for name, p in others.items() if p.is_floating_point()}
+    floating = {name: p for name, p in module.named_parameters() if p.is_floating_point()}
+    others = {n: p for n, p in floating.items() if n in matrices or (p.ndim == 1 and not n.startswith(inside))}
     for parameter in others.values():
         parameter.requires_grad_(True)
     parts: dict[str, TunedPart] = {}

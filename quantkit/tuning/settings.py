@@ -19,6 +19,7 @@ class TuneSettings:
     model's, in place of the error of its outputs. epochs: passes for the whole model afterwards; 0 only after
     ``blocks``.
     codes: whether these choose codes again, or leave them as they are. Codes of method trellis stay in either.
+    embeddings: whether these also tune the embeddings of the tokens and, where it is not quantized, the head.
     rate: the first step of a value, as a share of the root mean square of its tensor; steps shrink to 0.
     epoch_rate: the same in passes for the whole model behind tuned blocks; without blocks these take rate.
     code_rate: the same of the weights that codes are chosen for. epoch_code_rate: the same of those in passes for the
@@ -34,6 +35,7 @@ class TuneSettings:
     logits: bool = False
     epochs: int = 8
     codes: bool = False
+    embeddings: bool = False
     rate: float = 0.003
     epoch_rate: float = 0.001
     code_rate: float = 0.003
@@ -60,6 +62,8 @@ class TuneSettings:
             raise RecipeError(f"epochs is {self.epochs}; choose 1 or more, or 0 with blocks")
         if self.codes and not self.epochs:
             raise RecipeError("codes is true, but epochs is 0: choose block_codes for the passes of blocks")
+        if self.embeddings and not self.epochs:
+            raise RecipeError("embeddings is true, but epochs is 0: they are of the passes for the whole model")
         if self.batch < 1:
             raise RecipeError(f"batch is {self.batch}; choose 1 window a step or more")
         if not 0 < self.held_out < 1:

@@ -33,7 +33,7 @@ Loss = Callable[[Tensor], Tensor]
 class Objective:
     """What is lowered. windows: how many there are. at_once: windows whose graph is held at a time.
 
-    dtype: what norms and biases are stored in: the held-out loss is that of the stored values. of: what is tuned, for
+    dtype: what is not quantized is stored in: the held-out loss is that of the stored values. of: what is tuned, for
     messages. shown: whether stderr shows how far a pass is. device: where the loss takes the numbers of windows; on a
     GPU it must read everything there by them, as a captured step gets other numbers in the same place.
     """

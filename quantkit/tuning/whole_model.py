@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantkit.models.families import linear_weight
 from quantkit.models.logits import log_probabilities
+from quantkit.models.structure import embedding_matrices
 from quantkit.tuning.install import tunable
 from quantkit.tuning.optimize import FP32, HIDDEN_COPIES, LOGIT_COPIES, TuneReport, divergence, tune
 from quantkit.tuning.settings import TuneSettings, for_whole_model
@@ -23,15 +24,16 @@ from quantkit.tuning.target import Target
 _TOKENS_AT_ONCE = (8192, 4096, 2048)
 _GPU_SHARE = 0.6
 # Values held per quantized weight: what it stands for, in the graph and its gradient; with codes also the latent, its
-# gradient, two moments and the best so far.
-_FIXED_VALUES, _LATENT_VALUES = 2, 5
+# gradient, two moments and the best so far. Per value of embeddings that are tuned: the last four, and two copies while
+# the held-out loss is taken.
+_FIXED_VALUES, _LATENT_VALUES, _EMBEDDING_VALUES = 2, 5, 6
 
 
 def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSettings, *, dtype: torch.dtype) -> TuneReport:
     """Lower KL(original || model) per token over windows [n, seq_len] of token ids; the model is changed in place.
 
     original: in floating point; with ``codes``, in the basis of the model (rotations applied). Both compute in fp32, on
-    one device. dtype: what norms and biases are stored in.
+    one device. dtype: what is not quantized is stored in.
     """
 
     def weight(name: str) -> Tensor:
@@ -40,7 +42,8 @@ def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSetting
     device = next(original.parameters()).device
     windows = windows.to(device)
     original.requires_grad_(False)
-    with tunable(model, weight if settings.codes else None) as tuned:
+    matrices = embedding_matrices(model) if settings.embeddings else {}
+    with tunable(model, weight if settings.codes else None, matrices) as tuned:
         model.to(device)
         quantized = sum(math.prod(part.shape) for part in tuned.parts.values())
         tokens = _tokens_at_once(original, quantized, windows.numel(), settings)
@@ -87,6 +90,8 @@ def tuning_bytes(
     config = model.config.get_text_config()
     total = sum(parameter.numel() for parameter in model.parameters())
     values = 2 * total + quantized * (_FIXED_VALUES + (_LATENT_VALUES if settings.codes else 0))
+    if settings.embeddings:
+        values += _EMBEDDING_VALUES * sum(matrix.numel() for matrix in embedding_matrices(model).values())
     graph = HIDDEN_COPIES * config.hidden_size * config.num_hidden_layers + LOGIT_COPIES * config.vocab_size
     return FP32 * (values + at_once * graph + tokens * config.hidden_size)
 

@@ -151,7 +151,7 @@ def tuned_blocks(
 ) -> TunedBlocks:
     """The recipe's blocks, tuned now or for the recipe before."""
     plain = TuneSettings()
-    keys = "codes", "epochs", "epoch_rate", "epoch_code_rate", "epoch_batch"
+    keys = "codes", "embeddings", "epochs", "epoch_rate", "epoch_code_rate", "epoch_batch"
     of_model = {key: getattr(plain, key) for key in keys}
     own = replace(settings, **of_model)
     if before.tuned is None or before.tuned.settings != own:

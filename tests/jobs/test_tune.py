@@ -17,13 +17,19 @@ from quantkit.formats.bcq import BcqSpec
 from quantkit.jobs.search import search_settings
 from quantkit.models.families import decoder_blocks
 from quantkit.models.loading import load_model
+from quantkit.models.logits import log_probabilities
 from quantkit.models.streaming import BlockInputs, run_block
+from quantkit.models.structure import embedding_matrices
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.tuning.block import tune_block
+from quantkit.tuning.optimize import split_windows
+from quantkit.tuning.settings import TuneSettings
+from quantkit.tuning.whole_model import divergence_loss
 from tests.cli.calls import refusal, run
 from tests.jobs.test_resume import blocks_read, cut_short, folder_content, interrupt
 
 Folders = Callable[[str], Path]
+LOSS_RTOL = 1e-3  # fp32 products of other shapes; the held-out loss is a mean of small differences
 TUNED = (
     "--set",
     "group_size=32",
@@ -59,6 +65,27 @@ def test_a_tuned_checkpoint_has_the_same_form_and_the_loss_that_it_reports(
     embeddings = {name for name, tensor in others.items() if "embed" in name and tensor.ndim == 2}
     assert embeddings
     assert not embeddings & changed
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"], ids=["tied", "apart"])
+def test_tuned_embeddings_are_those_of_the_checkpoint(
+    family: str, tiny_model: Folders, calibrated: Folders, tmp_path: Path
+) -> None:
+    """Read back, the model has the loss that the report tells, and its embeddings are in the model's own dtype."""
+    arguments = command(family, tiny_model, calibrated, "--set", "tune.embeddings=true")
+    assert run(*arguments, "-o", tmp_path / "tuned").exit_code == 0
+    report = read_report(tmp_path / "tuned")["tuning"]
+    original, _ = load_model(str(tiny_model(family)), dtype=torch.float32)
+    tuned, _ = load_model(str(tmp_path / "tuned"), dtype=torch.float32)
+    before, after = (embedding_matrices(model) for model in (original, tuned))
+    assert list(before) == list(after)
+    for name, matrix in after.items():
+        assert not torch.equal(matrix, before[name]), name
+    windows = load_calibration(calibrated(family)).windows
+    held_out = windows[split_windows(len(windows), TuneSettings().held_out)[1]]
+    with torch.no_grad():
+        loss = divergence_loss(log_probabilities(original, held_out), tuned, held_out).item()
+    assert loss == pytest.approx(report["after"], rel=LOSS_RTOL)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from quantkit.errors import RecipeError, StatsError
 from quantkit.models.experts import separate_experts
 from quantkit.models.families import block_linears, decoder_blocks, linear_bias, linear_weight
 from quantkit.models.logits import log_probabilities
+from quantkit.models.structure import embedding_matrices
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.quantizers.base import LayerInput
 from quantkit.quantizers.bcq.quantizer import BcqSettings, quantize
@@ -108,13 +109,14 @@ def test_scales_of_the_trellis_format_are_tuned_and_nothing_else_of_it() -> None
 def test_the_gradient_of_the_divergence_is_that_of_finite_differences(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Along the gradient of scales, offsets, biases and norms together, without the rounding of scales."""
+    """Along the gradient of scales, offsets, biases, norms and embeddings together, without the rounding of scales."""
     original, model = models(family)
     tokens = text()
     wanted = log_probabilities(original, tokens).detach()
     monkeypatch.setattr("quantkit.quantizers.bcq.scales.ScaleGrid.round_scales", lambda _grid, scales: scales)
     monkeypatch.setattr("quantkit.quantizers.bcq.scales.ScaleGrid.round_offset", lambda _grid, offset: offset)
-    with tunable(model, None) as tuned:
+    with tunable(model, None, embedding_matrices(model)) as tuned:
+        assert any(parameter.ndim == 2 for parameter in tuned.others.values())
         slope, difference = slopes(tuned, lambda: divergence_loss(wanted, model, tokens))
     assert difference == pytest.approx(slope, rel=SLOPE_RTOL)
 
@@ -210,6 +212,23 @@ def test_codes_stay_where_only_scales_are_tuned() -> None:
     assert not any(name.endswith(("embed_tokens.weight", "embed_positions.weight")) for name in changed)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"], ids=["tied", "apart"])
+def test_embeddings_and_head_are_tuned_where_that_is_asked_for(family: str) -> None:
+    original, model = models(family)
+    matrices = set(embedding_matrices(model))
+    assert len(matrices) == (1 if family == "llama" else 2)
+    before = {n: tensor.clone() for n, tensor in model.named_parameters() if tensor.ndim == 2 and n.endswith("weight")}
+    settings = TuneSettings(epochs=2, batch=2, rate=0.01, embeddings=True)
+    report = tune_model(original, model, text(), settings, dtype=torch.bfloat16)
+    assert report.after < report.before
+    after = dict(model.named_parameters())
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed == matrices
+    for name in matrices:
+        assert torch.equal(after[name], after[name].bfloat16().float()), name
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (family == "llama")
+
+
 def test_norms_and_biases_are_what_their_dtype_holds() -> None:
     original, model = models("opt")
     tune_model(original, model, text(), SETTINGS, dtype=torch.float16)
@@ -240,6 +259,7 @@ def test_the_last_windows_are_held_out() -> None:
         ({"epochs": 0}, "epochs is 0"),
         ({"logits": True}, "logits is true, but blocks is 0"),
         ({"logits": True, "blocks": 1, "blend": 0.5}, "logits is true, but blend is 0.5; choose 1"),
+        ({"embeddings": True, "blocks": 1, "epochs": 0}, "embeddings is true, but epochs is 0"),
         ({"epoch_rate": -0.1}, "epoch_rate is -0.1; choose 0 or more"),
         ({"epoch_code_rate": -0.1}, "epoch_code_rate is -0.1; choose 0 or more"),
         ({"epoch_batch": -1}, "epoch_batch is -1; choose 0 or more"),
@@ -254,6 +274,7 @@ def test_the_last_windows_are_held_out() -> None:
         "nothing",
         "logits",
         "logits-blend",
+        "embeddings-of-no-passes",
         "negative",
         "negative-codes",
         "negative-batch",
