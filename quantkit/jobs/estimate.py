@@ -152,7 +152,8 @@ def _block_tuning_memory(stream: ModelStream, shapes: Mapping[str, Shape], seq_l
     text = stream.model.config.get_text_config()
     outside = sum(p.numel() for name, p in stream.model.named_parameters() if stream.owner(name) is None)
     sizes = max(blocks.values()), tokens_at_once(stream.device, seq_len), text.hidden_size
-    return _PROCESS_BYTES + block_tuning_bytes(*sizes, tuning, outside=outside, vocabulary=text.vocab_size)
+    predictions = {"outside": outside, "vocabulary": text.vocab_size, "seq_len": seq_len}
+    return _PROCESS_BYTES + block_tuning_bytes(*sizes, tuning, **predictions)
 
 
 def _memory(

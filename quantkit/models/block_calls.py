@@ -135,18 +135,20 @@ def replaced_forwards(blocks: Sequence[nn.Module], functions: Sequence[Callable[
                 block.forward = own
 
 
-def _positions(window: Tensor, start: int) -> dict[str, Tensor]:
-    """What a model is told of the positions of a window that does not begin at 0."""
+def _positions(windows: Tensor, start: int) -> dict[str, Tensor]:
+    """What a model is told of the positions of windows that do not begin at 0."""
     if not start:
         return {}
-    return {"position_ids": torch.arange(start, start + window.shape[1], device=window.device)[None]}
+    return {"position_ids": torch.arange(start, start + windows.shape[1], device=windows.device)[None]}
 
 
 def first_of(output: Any) -> Any:
+    """The hidden states of what a block returns."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def hidden_of(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
+    """The hidden states that a block is called with. Raises ModelError where there are none."""
     hidden = arguments[0] if arguments else keywords.get("hidden_states")
     if not isinstance(hidden, Tensor):
         raise ModelError("a decoder block is called without hidden states; its structure is not supported")

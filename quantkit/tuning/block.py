@@ -105,13 +105,20 @@ def prediction_error(stream: ModelStream, inputs: BlockInputs, targets: Tensor, 
 
 
 def block_tuning_bytes(
-    quantized: int, tokens: int, hidden_size: int, settings: TuneSettings, *, outside: int, vocabulary: int
+    quantized: int,
+    tokens: int,
+    hidden_size: int,
+    settings: TuneSettings,
+    *,
+    outside: int,
+    vocabulary: int,
+    seq_len: int,
 ) -> int:
     """What tune_block holds at its peak beside the block, so many of whose weights are quantized.
 
     tokens: that run through the block at once. outside: parameters outside the blocks, which predictions of so large a
-    vocabulary take, where these are tuned.
+    vocabulary take, where these are tuned, of seq_len tokens at a time.
     """
     values = _WEIGHT_VALUES + (_CODE_VALUES if settings.block_codes else 0)
-    predictions = outside + LOGIT_COPIES * tokens * vocabulary if settings.logits else 0
+    predictions = outside + LOGIT_COPIES * seq_len * vocabulary if settings.logits else 0
     return FP32 * (values * quantized + HIDDEN_COPIES * tokens * hidden_size + predictions)
