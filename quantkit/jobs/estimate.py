@@ -27,7 +27,7 @@ from quantkit.models.stream import ModelStream
 from quantkit.models.structure import untie_head
 from quantkit.tuning.block import block_tuning_bytes
 from quantkit.tuning.settings import TuneSettings
-from quantkit.tuning.whole_model import tuning_bytes
+from quantkit.tuning.whole_model import tokens_of_graph, tuning_bytes
 
 # Chosen so that what scripts/large_model.py measures lies below.
 _PROCESS_BYTES = 700_000_000  # torch, transformers and the model's structure
@@ -76,7 +76,11 @@ class Estimate:
         else:
             return
         if free < self.memory:
-            fewer = "leave tune.codes or all of tune out" if self.tunes else "use fewer calibration windows"
+            fewer = (
+                "leave tune.codes, tune.embeddings or all of tune out"
+                if self.tunes
+                else "use fewer calibration windows"
+            )
             raise OutputError(
                 f"quantizing takes about {self.memory / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; "
                 f"end other programs or {fewer}"
@@ -117,7 +121,8 @@ def estimate(
     weights = sum(rows * columns for rows, columns in shapes.values())
     tuned = 0
     if tuning is not None and tuning.epochs:
-        tuned = _PROCESS_BYTES + tuning_bytes(stream.model, weights, tokens, tuning)
+        sizes = stream.model, weights, tokens, tuning
+        tuned = _PROCESS_BYTES + tuning_bytes(*sizes, at_once=tokens_of_graph(*sizes, stream.device))
     blockwise = _memory(stream, plans, shapes, state, 0 if artifact is None else artifact.meta.saliency)
     if tuning is not None and tuning.blocks:
         seq_len = 0 if artifact is None else artifact.windows.shape[1]

@@ -12,12 +12,7 @@ from torch import Tensor
 
 from quantkit.models.block_calls import BlocksReadTextError, replaced_forwards
 from quantkit.models.stream import ModelStream
-from quantkit.models.streaming import (
-    BlockInputs,
-    advance,
-    capture_inputs,
-    state_room,
-)
+from quantkit.models.streaming import BlockInputs, advance, capture_inputs, state_room
 from quantkit.progress import say, track
 from quantkit.storage.resume import Workspace, passing_workspace
 

@@ -122,7 +122,7 @@ def _waits(step: Callable[[], None]) -> bool:
         warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")  # once a process
         torch.cuda.set_sync_debug_mode("error")
     try:
-        with FilledScalars():
+        with FilledScalars():  # as capture enters it
             step()
         return False
     except RuntimeError as error:

@@ -46,7 +46,7 @@ def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSetting
     with tunable(model, weight if settings.codes else None, matrices) as tuned:
         model.to(device)
         quantized = sum(math.prod(part.shape) for part in tuned.parts.values())
-        tokens = _tokens_at_once(original, quantized, windows.numel(), settings)
+        tokens = tokens_of_graph(original, quantized, windows.numel(), settings, device)
         at_once = max(1, tokens // windows.shape[1])
         with _short_products():
             target = Target(original, windows, at_once)
@@ -72,9 +72,8 @@ def _short_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _tokens_at_once(model: Any, quantized: int, tokens: int, settings: TuneSettings) -> int:
-    """Of a model where it is tuned; the rest as tuning_bytes takes it."""
-    device = next(model.parameters()).device
+def tokens_of_graph(model: Any, quantized: int, tokens: int, settings: TuneSettings, device: torch.device) -> int:
+    """How many tokens are in a graph at a time on a device; the rest as tuning_bytes takes it."""
     if device.type != "cuda":
         return _TOKENS_AT_ONCE[-1]
     room = _GPU_SHARE * torch.cuda.get_device_properties(device).total_memory
@@ -82,9 +81,7 @@ def _tokens_at_once(model: Any, quantized: int, tokens: int, settings: TuneSetti
     return next(fits, _TOKENS_AT_ONCE[-1])
 
 
-def tuning_bytes(
-    model: Any, quantized: int, tokens: int, settings: TuneSettings, *, at_once: int = _TOKENS_AT_ONCE[-1]
-) -> int:
+def tuning_bytes(model: Any, quantized: int, tokens: int, settings: TuneSettings, *, at_once: int) -> int:
     """What tune_model holds at its peak, of a model (on any device) of which so many weights are quantized, with so
     many tokens in all windows, of which ``at_once`` are in a graph at a time."""
     config = model.config.get_text_config()

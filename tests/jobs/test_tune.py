@@ -71,7 +71,7 @@ def test_a_tuned_checkpoint_has_the_same_form_and_the_loss_that_it_reports(
 def test_tuned_embeddings_are_those_of_the_checkpoint(
     family: str, tiny_model: Folders, calibrated: Folders, tmp_path: Path
 ) -> None:
-    """Read back, the model has the loss that the report tells, and its embeddings are in the model's own dtype."""
+    """Read back, the model has the loss that the report tells, which is that of embeddings in the model's own dtype."""
     arguments = command(family, tiny_model, calibrated, "--set", "tune.embeddings=true")
     assert run(*arguments, "-o", tmp_path / "tuned").exit_code == 0
     report = read_report(tmp_path / "tuned")["tuning"]
@@ -327,7 +327,7 @@ def test_too_little_memory_for_tuning_is_refused(
 
     monkeypatch.setattr("quantkit.jobs.estimate.psutil.virtual_memory", Little)
     message = refusal(*command("llama", tiny_model, calibrated), "-o", tmp_path / "out")
-    assert "leave tune.codes or all of tune out" in message
+    assert "leave tune.codes, tune.embeddings or all of tune out" in message
     assert not list(tmp_path.iterdir())
 
 
