@@ -4,28 +4,50 @@ Tuning moves the quantized model towards the original on these windows, so it ga
 model is used on. A model that writes them itself, drawing token after token from its own predictions, gives text like
 the one that it was trained on. Source: LLM-QAT (Liu et al. 2023), section 3.1. Deviation: windows begin with the token
 that begins a text, and all others are drawn; LLM-QAT begins with any token and takes the most probable ones at first.
+
+A GPU draws by a copy of the model in bf16, which the kernels of generation take: their attention reads the tokens
+that are there, and not the whole cache.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.calibration.drawing import Written
 from quantkit.errors import DataError, ModelError
 from quantkit.models.stream import ModelStream
 from quantkit.progress import track
-from quantkit.runtime.generation import Runner, new_tokens, start
+from quantkit.runtime.generation import new_tokens, runner_for, start
 from quantkit.runtime.memory import free_bytes
 from quantkit.runtime.sampling import Sampling, drawer
 
-_AT_ONCE = 64  # windows written at once, where the cache of so many takes no more than _CACHE_BYTES
-_CACHE_BYTES = 4 << 30
-_KEY_AND_VALUE_BYTES = 2 * 4  # in fp32
+
+@dataclass(frozen=True)
+class _Place:
+    """How windows are written on a kind of device.
+
+    at_once: windows, where their cache takes no more than cache_bytes. copied: what a copy of the model is in, or None
+    where the model writes by itself, in fp32.
+    """
+
+    at_once: int
+    cache_bytes: int
+    copied: torch.dtype | None
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a value of the cache."""
+        return (self.copied or torch.float32).itemsize
+
+
+_PLACES = {"cpu": _Place(64, 4 << 30, None), "cuda": _Place(512, 8 << 30, torch.bfloat16)}
 
 
 def written_by(stream: ModelStream, tokenizer: Any, count: int, seq_len: int, *, seed: int) -> Written | None:
@@ -43,17 +65,20 @@ def write_windows(stream: ModelStream, tokenizer: Any, count: int, seq_len: int,
     """
     _check_memory(stream, count, seq_len)
     first, draw = _first_token(tokenizer, stream.model), drawer(Sampling(temperature=1.0, seed=seed), stream.device)
-    sizes = [len(part) for part in torch.arange(count).split(_at_once(stream.model, seq_len))]
+    place = _PLACES[stream.device.type]
+    sizes = [len(part) for part in torch.arange(count).split(_at_once(stream.model, seq_len, place))]
     found: list[Tensor] = []
 
     def tokens() -> Iterator[Tensor]:
         for size in sizes:
             ids = torch.full((size, 1), first, device=stream.device)
-            session = start(model, ids, seq_len, runner=Runner(model), draw=draw)
+            session = start(writer, ids, seq_len, runner=runner, draw=draw)
             yield from new_tokens(session, seq_len - 1)
             found.append(session.tokens[:, :seq_len].cpu())
 
     with stream.whole() as model:
+        writer = model if place.copied is None else _copy_in(model, place.copied)
+        runner = runner_for(writer, stream.device)
         for _ in track(tokens(), "windows written, tokens", total=len(sizes) * (seq_len - 1)):
             pass
     return torch.cat(found)
@@ -70,24 +95,37 @@ def _first_token(tokenizer: Any, model: Any) -> int:
     )
 
 
-def _at_once(model: Any, seq_len: int) -> int:
-    """How many windows are written at once; by the model alone, as other numbers draw other tokens."""
-    return max(1, min(_AT_ONCE, _CACHE_BYTES // _window_bytes(model, seq_len)))
+def _copy_in(model: Any, dtype: torch.dtype) -> Any:
+    """A copy of the model with its parameters in this dtype, and its buffers as they are."""
+    copies = {
+        id(own): nn.Parameter(own.detach().to(dtype), requires_grad=False)
+        for own in model.parameters()
+        if own.is_floating_point()
+    }
+    return copy.deepcopy(model, copies)  # takes what is in copies for copied
 
 
-def _window_bytes(model: Any, seq_len: int) -> int:
+def _at_once(model: Any, seq_len: int, place: _Place) -> int:
+    """How many windows are written at once; by the model and the kind of device, as other numbers draw other tokens."""
+    return max(1, min(place.at_once, place.cache_bytes // _window_bytes(model, seq_len, place)))
+
+
+def _window_bytes(model: Any, seq_len: int, place: _Place) -> int:
     """What the cache of a window takes."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return _KEY_AND_VALUE_BYTES * config.num_hidden_layers * heads * width * seq_len
+    return 2 * place.value_bytes * config.num_hidden_layers * heads * width * seq_len
 
 
 def _check_memory(stream: ModelStream, count: int, seq_len: int) -> None:
-    """Raise ModelError where weights that are not in memory yet, and the cache, do not fit."""
-    weights = sum(parameter.nbytes for parameter in stream.model.parameters() if parameter.is_meta)
-    windows = min(count, _at_once(stream.model, seq_len))
-    need, free = weights + windows * _window_bytes(stream.model, seq_len), free_bytes(stream.device)
+    """Raise ModelError where weights that are not in memory yet, a copy's, and the cache do not fit."""
+    place, parameters = _PLACES[stream.device.type], list(stream.model.parameters())
+    weights = sum(parameter.nbytes for parameter in parameters if parameter.is_meta)
+    if place.copied is not None:
+        weights += place.copied.itemsize * sum(parameter.numel() for parameter in parameters)
+    windows = min(count, _at_once(stream.model, seq_len, place))
+    need, free = weights + windows * _window_bytes(stream.model, seq_len, place), free_bytes(stream.device)
     if need > free:
         raise ModelError(
             f"{type(stream.model).__name__}: writing windows takes {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "

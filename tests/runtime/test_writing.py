@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 from quantkit.errors import DataError, ModelError
 from quantkit.models.loading import open_stream
 from quantkit.models.stream import in_memory_stream
-from quantkit.runtime.writing import write_windows, written_by
+from quantkit.runtime.writing import _PLACES, _copy_in, write_windows, written_by
 from tests.tiny import build_model
 
 SEQ_LEN = 16
@@ -24,14 +25,14 @@ def tokenizer(tiny_model: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gpt2", "qwen3_moe"])
-def test_tokens_are_drawn_from_the_models_own_predictions(family: str, tokenizer: Any) -> None:
-    model = sharpened(family)
+def test_tokens_are_drawn_from_the_models_own_predictions(family: str, tokenizer: Any, device: torch.device) -> None:
+    model = sharpened(family).to(device)
     windows = write_windows(in_memory_stream(model), tokenizer, 200, SEQ_LEN, seed=1)
     assert windows.shape == (200, SEQ_LEN)
     assert windows.dtype == torch.int64
     assert torch.equal(windows[:, 0], torch.full((200,), tokenizer.bos_token_id))
     with torch.no_grad():
-        log_p = model(windows).logits[:, :-1].float().log_softmax(dim=-1)
+        log_p = model.cpu()(windows).logits[:, :-1].float().log_softmax(dim=-1)
     surprise = -log_p.gather(-1, windows[:, 1:, None])[..., 0]
     expected = -(log_p.exp() * log_p).sum(dim=-1)  # the mean of what is drawn, given what stands before
     spread = (log_p.exp() * (log_p + expected[..., None]).square()).sum(dim=-1)
@@ -47,11 +48,24 @@ def sharpened(family: str) -> Any:
     return model
 
 
-def test_the_same_seed_writes_the_same_and_another_does_not(tokenizer: Any) -> None:
-    stream = in_memory_stream(build_model("llama").eval())
+def test_the_same_seed_writes_the_same_and_another_does_not(tokenizer: Any, device: torch.device) -> None:
+    stream = in_memory_stream(build_model("llama").eval().to(device))
     first, again, other = (write_windows(stream, tokenizer, 3, SEQ_LEN, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_a_copy_that_writes_leaves_the_model_as_it_was(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model("llama").eval()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    expected = write_windows(in_memory_stream(model), tokenizer, 5, SEQ_LEN, seed=1)
+    monkeypatch.setitem(_PLACES, "cpu", replace(_PLACES["cpu"], copied=torch.float64))
+    assert torch.equal(write_windows(in_memory_stream(model), tokenizer, 5, SEQ_LEN, seed=1), expected)
+    assert model.dtype == torch.float32
+    made = _copy_in(model, torch.float64)
+    assert made.dtype == torch.float64
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+    assert made.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 def test_a_tokenizer_without_a_first_token_is_told(tokenizer: Any) -> None:
