@@ -8,6 +8,7 @@ second shows whether it waits, all further ones are replayed.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from quantkit.tuning.settings import TuneSettings
 CPU = torch.device("cpu")
 _BETAS = (0.9, 0.99)
 _WARM_UP = 0.05  # share of all steps
+_WAITING = "synchronizing CUDA operation"  # of torch's warning
 _SMALLEST_RATE = 1e-8  # so that a tensor of zeros can move
 
 Loss = Callable[[Tensor], Tensor]
@@ -116,22 +118,26 @@ class _Captured:
 
 
 def _waits(step: Callable[[], None]) -> bool:
-    """Take a step; whether it makes the host wait for the GPU, as experts do that ask how many tokens they have."""
-    before = torch.cuda.get_sync_debug_mode()
+    """Take a step; whether it makes the host wait for the GPU, as experts do that ask how many tokens they have.
+
+    torch warns in whichever thread waits. Others do as well: what is finished is saved, and what comes next is read.
+    """
+    before, own, found = torch.cuda.get_sync_debug_mode(), threading.get_ident(), []
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        if threading.get_ident() == own and _WAITING in str(message):
+            found.append(message)
+
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")  # once a process
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        with FilledScalars():  # as capture enters it
-            step()
-        return False
-    except RuntimeError as error:
-        if "synchronizing CUDA operation" not in str(error):
-            raise
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-    step()  # what it had begun changed nothing but gradients, which it begins anew
-    return True
+        warnings.simplefilter("always")
+        warnings.showwarning = note  # given back with the filters
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with FilledScalars():  # as capture enters it
+                step()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return bool(found)
 
 
 def _share(step: int, steps: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -48,11 +49,11 @@ def tuned(family: str, *, hidden_on_gpu: bool = True) -> tuple[nn.Module, TuneRe
     return block, report
 
 
-def tuned_model(family: str, *, codes: bool) -> tuple[TuneReport, dict[str, Tensor]]:
+def tuned_model(family: str, **changed: bool) -> tuple[TuneReport, dict[str, Tensor]]:
     """What passes of a whole tiny model on the GPU report, and the model's state."""
     torch.manual_seed(3)
     original, model = models(family)
-    settings = replace(SETTINGS, blocks=0, epochs=MODEL_PASSES, batch=3, codes=codes)
+    settings = replace(SETTINGS, blocks=0, epochs=MODEL_PASSES, batch=3, **changed)
     windows = torch.randint(0, VOCABULARY, (12, 16), generator=torch.Generator().manual_seed(5))
     report = tune_model(original.cuda(), model, windows, settings, dtype=torch.float32)
     return report, model.state_dict()
@@ -94,6 +95,30 @@ def test_steps_that_wait_for_the_host_are_not_captured(monkeypatch: pytest.Monke
     assert torch.cuda.get_sync_debug_mode() == 0
 
 
+def test_another_thread_that_waits_for_the_gpu_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = count_replays(monkeypatch)
+    alone = tuned("llama")[1]
+    captured, ended, failures = len(replays), threading.Event(), []
+
+    def wait() -> None:
+        try:
+            while not ended.is_set():
+                torch.ones(1, device="cuda").item()
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    try:
+        beside = tuned("llama")[1]
+    finally:
+        ended.set()
+        thread.join()
+    assert not failures
+    assert beside == alone
+    assert len(replays) == 2 * captured
+
+
 def test_hidden_states_that_stay_in_memory_are_read_window_by_window(monkeypatch: pytest.MonkeyPatch) -> None:
     replays = count_replays(monkeypatch)
     _, report = tuned("llama", hidden_on_gpu=False)
@@ -102,16 +127,16 @@ def test_hidden_states_that_stay_in_memory_are_read_window_by_window(monkeypatch
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom", "gpt2"])
-@pytest.mark.parametrize("codes", [True, False], ids=["codes", "fixed"])
+@pytest.mark.parametrize("changed", [{}, {"codes": True}, {"embeddings": True}], ids=["fixed", "codes", "embeddings"])
 def test_captured_steps_of_a_whole_model_give_what_steps_one_by_one_give(
-    family: str, codes: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, changed: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replays = count_replays(monkeypatch)
-    report, state = tuned_model(family, codes=codes)
+    report, state = tuned_model(family, **changed)
     full_batches = MODEL_PASSES * 3
     assert len(replays) == full_batches - 2
     monkeypatch.setattr(steps, "_waits", lambda step: step() or True)
-    plain, other = tuned_model(family, codes=codes)
+    plain, other = tuned_model(family, **changed)
     assert len(replays) == full_batches - 2
     assert report == plain
     for name, tensor in state.items():
