@@ -75,7 +75,7 @@ class Commits:
         if state is None or _is_mapped(state):
             ranks.collect(None)  # all have written their windows
             return lambda: None if state is None else self._work.seal_state(number, state)
-        if not ranks.lead(lambda: time.monotonic() - self._saved >= SAVE_SECONDS):
+        if self._work.passing or not ranks.lead(lambda: time.monotonic() - self._saved >= SAVE_SECONDS):
             return lambda: UNSAVED
         self._saved = inf  # until it is
         save = partial(self._save, number, state, _made(state))

@@ -54,10 +54,13 @@ _COPYING = 8  # threads that write a state that is held in memory: one copies sl
 
 
 class Workspace:
-    """The pieces of one work. finished: how many stand, from the first on. kept: as many a later run goes on behind."""
+    """The pieces of one work. finished: how many stand, from the first on. kept: as many a later run goes on behind.
 
-    def __init__(self, folder: Path, finished: int):
-        self.folder, self.finished, self.kept = folder, finished, finished
+    passing: whether no later run will find it, so that states held in memory need not be saved.
+    """
+
+    def __init__(self, folder: Path, finished: int, *, passing: bool = False):
+        self.folder, self.finished, self.kept, self.passing = folder, finished, finished, passing
 
     def document(self, number: int) -> Any:
         """What was committed with a finished piece, beside its tensors."""
@@ -207,7 +210,7 @@ def shared_workspace(ranks: Ranks, opened: Callable[[], AbstractContextManager[W
 def passing_workspace(_identity: Mapping[str, Any]) -> Iterator[Workspace]:
     """A workspace that no later run finds."""
     with tempfile.TemporaryDirectory(prefix="quantkit-") as folder:
-        yield Workspace(Path(folder), 0)
+        yield Workspace(Path(folder), 0, passing=True)
 
 
 def _finished_pieces(folder: Path, identity: Mapping[str, Any]) -> int:

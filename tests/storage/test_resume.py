@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from quantkit.errors import OutputError
 from quantkit.ranks import ALONE
 from quantkit.storage.commits import Commits
-from quantkit.storage.resume import workspace
+from quantkit.storage.resume import passing_workspace, workspace
 
 
 class Stopped(Exception):
@@ -61,6 +61,15 @@ def test_the_state_of_a_piece_is_in_its_file_wherever_it_was_made(
             commits.commit({"a": torch.arange(4.0)}, {}, place)
         assert torch.equal(work.state(1, (9, 5, 7), torch.bfloat16), made.cpu())
         work.check_state(made.cpu())
+
+
+def test_a_state_that_no_later_run_finds_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_every(monkeypatch, 0)
+    with passing_workspace({}) as work:
+        with Commits(work, ALONE, torch.device("cpu")) as commits:
+            commits.commit({"a": torch.arange(4.0)}, {}, torch.randn(3, 4))
+        assert [path.name for path in work.folder.iterdir()] == [work.piece(0).name]
+        assert torch.equal(load_file(work.piece(0))["a"], torch.arange(4.0))
 
 
 def test_a_piece_whose_state_was_not_saved_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
