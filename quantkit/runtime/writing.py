@@ -75,6 +75,7 @@ def write_windows(stream: ModelStream, tokenizer: Any, count: int, seq_len: int,
             session = start(writer, ids, seq_len, runner=runner, draw=draw)
             yield from new_tokens(session, seq_len - 1)
             found.append(session.tokens[:, :seq_len].cpu())
+            del session  # its cache goes before the next one comes
 
     with stream.whole() as model:
         writer = model if place.copied is None else _copy_in(model, place.copied)
