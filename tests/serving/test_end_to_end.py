@@ -17,22 +17,24 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, MixtralConfig, OPTConfig, Qwen3MoeConfig
+from transformers import AutoTokenizer, LlamaConfig, MixtralConfig, OPTConfig, Qwen3MoeConfig
 
 import quantkit
 from quantkit.calibration.artifact import save_calibration
 from quantkit.calibration.runner import calibrate
 from quantkit.data.corpora import Corpus
 from quantkit.jobs.quantize import QuantizeOptions, quantize_model
+from quantkit.models.demo import DEMO_MODEL
 from quantkit.models.loading import load_model
 from quantkit.models.stream import in_memory_stream
-from quantkit.recipe import parse_recipe
+from quantkit.recipe import load_recipe, parse_recipe
 from tests.serving.tokens import NEW_TOKENS
 from tests.tiny import POSITIONS, VOCABULARY, sample_text, save_model
 
 pytest.importorskip("vllm", reason="vLLM is not installed; make test-vllm has its own environment")
 
 PROMPTS = [[5, 40, 100, 7, 22], [60, 61, 62], [300, 10, 20, 30, 40, 50, 60]]
+TEXTS = ["The capital of France is", "Water boils at", "Once upon a time"]
 START_SECONDS = 300
 CORES = os.cpu_count() or 1
 RANK = 8
@@ -142,9 +144,10 @@ def engine(
     load_format: str = "auto",
     mode: str = "eager",
     adapter: str = "none",
+    prompts: list[list[int]] = PROMPTS,
     **more: str,
 ) -> Any:
-    options = [str(folder), str(ranks), load_format, mode, adapter, json.dumps(PROMPTS)]
+    options = [str(folder), str(ranks), load_format, mode, adapter, json.dumps(prompts)]
     command = [sys.executable, "-m", "tests.serving.tokens", *options]
     more |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if ranks == 1 else {}
     return subprocess.run(
@@ -163,18 +166,28 @@ def expected_tokens(folder: Path) -> list[list[int]]:
     return transformers_tokens(quantkit.load(str(folder), dtype=torch.float32))
 
 
-def transformers_tokens(model: Any) -> list[list[int]]:
+def transformers_tokens(model: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     return [
         model.generate(
             torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1
         )[0, len(ids) :].tolist()
-        for ids in PROMPTS
+        for ids in prompts
     ]
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_tokens_are_those_of_transformers(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     assert served_tokens(folders[name], tmp_path / "out.json") == expected_tokens(folders[name])
+
+
+def test_a_real_model_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    folder = tmp_path / "quantized"
+    quantize_model(DEMO_MODEL, load_recipe("rtn-w4-g128"), folder, calibration=None, options=QuantizeOptions("cpu"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    prompts = [tokenizer(text).input_ids for text in TEXTS]
+    served = served_tokens(folder, tmp_path / "out.json", prompts=prompts)
+    assert served == transformers_tokens(quantkit.load(str(folder), dtype=torch.float32), prompts)
+    assert "Paris" in tokenizer.decode(served[0])
 
 
 def test_a_compiled_model_gives_the_same_tokens(folders: dict[str, Path], tmp_path: Path) -> None:
