@@ -1,7 +1,7 @@
 # make demo   quantize a real 135M model end to end and print the result (a few minutes on 2 cores, after downloads)
 # make test   the test suite; make test-all adds the runs of real models; make lint checks style and types
 # make kernels  compile every instance of every kernel, no GPU needed
-# make test-vllm  tiny models and a real one through vLLM on the CPU, one process to four, and its server (7 GB of packages, 15 minutes)
+# make test-vllm  tiny models and a real one through vLLM on the CPU, one process to four, and its server (6.6 GB of packages; half an hour on 2 busy cores)
 # make fuzz   sixty times as many damaged files as make test, others each day (FUZZ_SEED=1 MUTATIONS=5 make fuzz)
 # Each sets up what it needs in .venv first, from the versions pinned in constraints.txt.
 PYTHON ?= python3

@@ -63,10 +63,11 @@ def write_windows(stream: ModelStream, tokenizer: Any, count: int, seq_len: int,
     is in memory meanwhile. Raises DataError where the tokenizer has no token that begins a text, ModelError where the
     model does not fit into memory, GenerationError for a window longer than the model's sliding one.
     """
-    _check_memory(stream, count, seq_len)
-    first, draw = _first_token(tokenizer, stream.model), drawer(Sampling(temperature=1.0, seed=seed), stream.device)
     place = _PLACES[stream.device.type]
-    sizes = [len(part) for part in torch.arange(count).split(_at_once(stream.model, seq_len, place))]
+    most = _at_once(stream.model, seq_len, place)
+    _check_memory(stream, place, min(count, most) * _window_bytes(stream.model, seq_len, place))
+    first, draw = _first_token(tokenizer, stream.model), drawer(Sampling(temperature=1.0, seed=seed), stream.device)
+    sizes = [len(part) for part in torch.arange(count).split(most)]
     found: list[Tensor] = []
 
     def tokens() -> Iterator[Tensor]:
@@ -119,14 +120,13 @@ def _window_bytes(model: Any, seq_len: int, place: _Place) -> int:
     return 2 * place.value_bytes * config.num_hidden_layers * heads * width * seq_len
 
 
-def _check_memory(stream: ModelStream, count: int, seq_len: int) -> None:
-    """Raise ModelError where weights that are not in memory yet, a copy's, and the cache do not fit."""
-    place, parameters = _PLACES[stream.device.type], list(stream.model.parameters())
+def _check_memory(stream: ModelStream, place: _Place, cache: int) -> None:
+    """Raise ModelError where weights that are not in memory yet, a copy's, and so many bytes of cache do not fit."""
+    parameters = list(stream.model.parameters())
     weights = sum(parameter.nbytes for parameter in parameters if parameter.is_meta)
     if place.copied is not None:
         weights += place.copied.itemsize * sum(parameter.numel() for parameter in parameters)
-    windows = min(count, _at_once(stream.model, seq_len, place))
-    need, free = weights + windows * _window_bytes(stream.model, seq_len, place), free_bytes(stream.device)
+    need, free = weights + cache, free_bytes(stream.device)
     if need > free:
         raise ModelError(
             f"{type(stream.model).__name__}: writing windows takes {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "

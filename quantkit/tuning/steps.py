@@ -122,14 +122,17 @@ def _waits(step: Callable[[], None]) -> bool:
 
     torch warns in whichever thread waits. Others do as well: what is finished is saved, and what comes next is read.
     """
-    before, own, found = torch.cuda.get_sync_debug_mode(), threading.get_ident(), []
+    before, own, shown, found = torch.cuda.get_sync_debug_mode(), threading.get_ident(), warnings.showwarning, []
 
-    def note(message: Warning | str, *_: Any, **__: Any) -> None:
-        if threading.get_ident() == own and _WAITING in str(message):
+    def note(message: Warning | str, *where: Any, **more: Any) -> None:
+        if _WAITING not in str(message):
+            shown(message, *where, **more)
+        elif threading.get_ident() == own:
             found.append(message)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("always")
+        warnings.filterwarnings("always", message=f".*{_WAITING}")
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")  # once a process
         warnings.showwarning = note  # given back with the filters
         torch.cuda.set_sync_debug_mode("warn")
         try:

@@ -50,7 +50,7 @@ def test_head_is_a_tensor_of_its_own_and_the_embedding_stays(
     stored = model.get_input_embeddings().weight
     assert torch.equal(stored, embedding.to(original.dtype).float())
     weight = original.get_output_embeddings().weight.detach()
-    assert float((head.dequantize() - weight).norm() / weight.norm()) < WEIGHT_ERROR**0.5
+    assert float((head.dequantize() - weight).detach().norm() / weight.norm()) < WEIGHT_ERROR**0.5
     ids = torch.randint(10, 300, (1, 12), generator=torch.Generator().manual_seed(0))
     hidden = model(ids, output_hidden_states=True).hidden_states[-1]
     torch.testing.assert_close(model(ids).logits, hidden @ head.dequantize().T, rtol=1e-5, atol=1e-5)
