@@ -77,9 +77,7 @@ def block_hessians(
     taps = [(group, accumulate) for group in groups]
     with routing_weights(block) as weights_of:
         watched = Watched(ranks, partial(_join, linears, weights_of, weighing.saliency))
-        # Experts see the tokens of one window in an order of their own.
-        batches = not any(name in experts for name in linears)
-        watch_block(block, inputs, index, taps, watched=watched, batches=batches)
+        watch_block(block, inputs, index, taps, watched=watched, batches=True)
     mine: dict[str, str] = {}
     for name, module in linears.items():
         known = name in watched.aliases

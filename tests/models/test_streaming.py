@@ -90,15 +90,19 @@ def test_windows_at_once_give_what_they_give_one_by_one(family: str, monkeypatch
     torch.testing.assert_close(together.hidden, alone.hidden, rtol=BATCH_RTOL, atol=BATCH_RTOL)
 
 
-@pytest.mark.parametrize("family", FINAL_NORM)
+@pytest.mark.parametrize("family", [*FINAL_NORM, "qwen3_moe", "gpt_oss", "llama4"])
 def test_hessians_of_windows_at_once_are_the_same(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, windows = build_model(family).eval(), _windows(7)
-    (name, block), *_ = decoder_blocks(model)
+    separate_experts(model)
+    experts, blocks = expert_linears(model), decoder_blocks(model)
+    index = next((i for i, (name, _) in enumerate(blocks) if any(key.startswith(f"{name}.") for key in experts)), 0)
+    name, block = blocks[index]
     linears = {key: module for key, module in block_linears(model).items() if key.startswith(f"{name}.")}
-    weighing = Weighing(saliency={key: torch.rand(*windows.shape, 2) for key in list(linears)[1:]})
+    saliency = {key: torch.rand(*windows.shape, 2) for key in list(linears)[1:] if key not in experts}
+    weighing = Weighing(experts=experts, saliency=saliency)
 
     def found() -> dict[str, torch.Tensor]:
-        return block_hessians(block, capture_inputs(in_memory_stream(model), windows), 0, linears, weighing)
+        return block_hessians(block, capture_inputs(in_memory_stream(model), windows), index, linears, weighing)
 
     alone = found()
     monkeypatch.setattr(block_calls, "_TOKENS_AT_ONCE", {"cpu": 4 * windows.shape[1]})
