@@ -21,7 +21,7 @@ SLOW_IMPORTS = ("torch", "transformers", "datasets", "accelerate", "cupy", "nump
 
 # Floors, lowest first; a module imports from its own floor or below.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("errors", "assets", "cpu", "recipe", "stats", "progress", "hub", "ranks", "storage"),
+    ("errors", "assets", "cpu", "recipe", "stats", "progress", "hub", "memory", "ranks", "storage"),
     ("formats", "cuda"),
     ("ops", "models", "data"),
     ("nn", "quantizers", "calibration"),

@@ -9,8 +9,8 @@ from torch import nn
 
 from quantkit.bench.shapes import ModelShape, shape_config
 from quantkit.errors import BenchError
+from quantkit.memory import free_bytes
 from quantkit.models.families import decoder_blocks
-from quantkit.runtime.memory import free_bytes
 
 LinearBytes = Callable[[int, int, int], int]
 """(number of a Linear counted through the blocks, N, K) -> bytes it takes packed."""

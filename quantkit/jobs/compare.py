@@ -21,13 +21,13 @@ from quantkit.errors import EvaluationError
 from quantkit.evaluation.divergence import DivergenceResult, check_same_tokens, divergence
 from quantkit.evaluation.tasks import TaskOptions, TaskScore, check_tasks, evaluate_tasks
 from quantkit.formats.table import FORMATS, format_name
+from quantkit.memory import free_bytes
 from quantkit.models.loading import is_quantized, load_model, open_evaluated, resolve_model, stored_dtype
 from quantkit.models.stream import structure
 from quantkit.models.streaming import activations_dtype
 from quantkit.progress import say
 from quantkit.runtime.expanded_weights import expanded_on_cpu
 from quantkit.runtime.generation import captured_step, start
-from quantkit.runtime.memory import free_bytes
 
 _PROMPT_TOKENS, _NEW_TOKENS = 32, 16
 

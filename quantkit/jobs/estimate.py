@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -20,6 +19,7 @@ from quantkit.formats.base import Shape
 from quantkit.formats.table import stored_bytes
 from quantkit.integrations.transformers import install_layers, install_prefix
 from quantkit.jobs.quantize_blocks import HEAD_ROWS
+from quantkit.memory import free_bytes
 from quantkit.methods import METHODS, LayerPlan, stored_specs, weighs_by_loss
 from quantkit.models.block_calls import tokens_at_once
 from quantkit.models.families import linear_shape
@@ -69,12 +69,9 @@ class Estimate:
 
     def check_memory(self) -> None:
         """Raise OutputError where the memory of the computer, or the GPU's for tuning, cannot hold what is expected."""
-        if self.device == "cpu":
-            free = psutil.virtual_memory().available
-        elif self.tunes:
-            free = torch.cuda.mem_get_info()[0]
-        else:
+        if self.device != "cpu" and not self.tunes:
             return
+        free = free_bytes(torch.device(self.device))
         if free < self.memory:
             fewer = (
                 "leave tune.codes, tune.embeddings or all of tune out"

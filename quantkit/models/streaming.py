@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import ModelError
+from quantkit.memory import free_bytes
 from quantkit.models.block_calls import BlockCall, first_of, hidden_of, recorded_calls
 from quantkit.models.stream import ModelStream
 from quantkit.models.structure import model_body
@@ -158,10 +159,9 @@ def state_room(
 ) -> Tensor:
     """Room for the hidden states that a piece of the work starts from: on a GPU, where they are small beside what is
     free there, else in the work's file."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        if torch.Size(shape).numel() * dtype.itemsize <= free * _GPU_SHARE:
-            return torch.empty(shape, dtype=dtype, device=device)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if device.type == "cuda" and size <= free_bytes(device) * _GPU_SHARE:
+        return torch.empty(shape, dtype=dtype, device=device)
     return work.state(number, shape, dtype)
 
 

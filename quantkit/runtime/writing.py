@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from quantkit.calibration.drawing import Written
 from quantkit.errors import DataError, ModelError
+from quantkit.memory import free_bytes
 from quantkit.models.stream import ModelStream
 from quantkit.progress import track
 from quantkit.runtime.generation import new_tokens, runner_for, start
-from quantkit.runtime.memory import free_bytes
 from quantkit.runtime.sampling import Sampling, drawer
 
 

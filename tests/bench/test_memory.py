@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from quantkit.bench.shapes import LinearShape, ModelShape
 from quantkit.errors import BenchError
 from quantkit.formats.bcq import BcqSpec
 from quantkit.formats.table import stored_bytes
-from quantkit.runtime.memory import free_bytes
 
 CPU = torch.device("cpu")
 TINY = ModelShape("llama", layers=3, hidden=64, ffn=96, heads=4, kv_heads=2, vocabulary=100)
@@ -36,12 +34,6 @@ def test_bytes_are_those_of_the_models_that_are_made() -> None:
     packed = model_bytes(TINY, torch.float32, lambda _index, *size: stored_bytes(spec, size))
     block = _bytes(shaped_model(TINY, CPU).model.layers[0])
     assert packed == _bytes(shaped_model(TINY, CPU, spec)) + block
-
-
-def test_free_memory_is_what_is_free_now_and_not_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=900, available=400, free=100))
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (30, 80))
-    assert (free_bytes(CPU), free_bytes(torch.device("cuda"))) == (400, 30)
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_made(

@@ -322,10 +322,7 @@ def test_a_rotated_model_is_tuned_against_the_rotated_original(
 def test_too_little_memory_for_tuning_is_refused(
     tiny_model: Folders, calibrated: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Little:
-        available = 1000
-
-    monkeypatch.setattr("quantkit.jobs.estimate.psutil.virtual_memory", Little)
+    monkeypatch.setattr("quantkit.jobs.estimate.free_bytes", lambda _device: 1000)
     message = refusal(*command("llama", tiny_model, calibrated), "-o", tmp_path / "out")
     assert "leave tune.codes, tune.embeddings or all of tune out" in message
     assert not list(tmp_path.iterdir())
