@@ -48,9 +48,10 @@ def sharpened(family: str) -> Any:
     return model
 
 
-def test_the_same_seed_writes_the_same_and_another_does_not(tokenizer: Any, device: torch.device) -> None:
-    stream = in_memory_stream(build_model("llama").eval().to(device))
-    first, again, other = (write_windows(stream, tokenizer, 3, SEQ_LEN, seed=seed) for seed in (1, 1, 2))
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_same_seed_writes_the_same_and_another_does_not(family: str, tokenizer: Any, device: torch.device) -> None:
+    stream = in_memory_stream(build_model(family).eval().to(device))
+    first, again, other = (write_windows(stream, tokenizer, 70, 2 * SEQ_LEN, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
