@@ -24,6 +24,7 @@ from tests.pipeline import quantize_tiny
 
 PATIENCE = 60.0  # seconds for a child to come to its work, on a busy machine
 INTERRUPTED = 130  # what a shell calls the end by Ctrl-C
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def fork(work: Callable[[], int]) -> int:
@@ -38,7 +39,9 @@ def fork(work: Callable[[], int]) -> int:
 
 
 def program(*arguments: str | Path) -> int:
-    """Exit status of the program in this process."""
+    """Exit status of the program in this process, a child. It heeds signals, which tests in the background ignore."""
+    for number in STOPS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
         app([str(argument) for argument in arguments], prog_name="quantkit")
     except SystemExit as ended:
@@ -70,7 +73,7 @@ def long_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return begun
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda each: each.name)
+@pytest.mark.parametrize("number", STOPS, ids=lambda each: each.name)
 def test_being_told_to_stop_ends_as_ctrl_c_does_and_leaves_nothing(
     number: signal.Signals, long_work: Path, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
