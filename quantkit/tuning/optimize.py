@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import StatsError
-from quantkit.progress import track
+from quantkit.progress import say, track
 from quantkit.tuning.part import TunedPart, expanded_once
 from quantkit.tuning.settings import TuneSettings
 from quantkit.tuning.steps import Objective, Steps
@@ -76,6 +76,8 @@ def tune(
         for batch in track(batches, f"tuning, pass {epoch} of {settings.epochs}") if objective.shown else batches:
             steps.take(batch)
         passes.append(state.held_out_loss(objective, held_out))
+        if objective.shown:
+            say(f"pass {epoch} of {settings.epochs}: held-out loss {passes[-1]:.4g}, least before {least:.4g}")
         if passes[-1] < least:
             best, least, kept = state.rounded(), passes[-1], epoch
     state.load(best)

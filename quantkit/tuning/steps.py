@@ -36,8 +36,9 @@ class Objective:
     """What is lowered. windows: how many there are. at_once: windows whose graph is held at a time.
 
     dtype: what is not quantized is stored in: the held-out loss is that of the stored values. of: what is tuned, for
-    messages. shown: whether stderr shows how far a pass is. device: where the loss takes the numbers of windows; on a
-    GPU it must read everything there by them, as a captured step gets other numbers in the same place.
+    messages. shown: whether stderr shows how far a pass is and what it leaves. device: where the loss takes the
+    numbers of windows; on a GPU it must read everything there by them, as a captured step gets other numbers in the
+    same place.
     """
 
     loss: Loss

@@ -203,6 +203,17 @@ def test_passes_behind_tuned_blocks_have_rates_and_windows_per_step_of_their_own
         assert all(torch.equal(tensor, other[name]) for other in results[1:]), name
 
 
+def test_stderr_shows_what_every_pass_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+    original, model = models("llama")
+    report = tune_model(original, model, text(), SETTINGS, dtype=torch.float32)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "held-out loss" in line]
+    least = [min((report.before, *report.passes[:number])) for number in range(SETTINGS.epochs)]
+    assert lines == [
+        f"quantkit: pass {number} of 4: held-out loss {loss:.4g}, least before {before:.4g}"
+        for number, (loss, before) in enumerate(zip(report.passes, least, strict=True), 1)
+    ]
+
+
 def test_codes_stay_where_only_scales_are_tuned() -> None:
     original, model = models("opt")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
