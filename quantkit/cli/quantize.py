@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -65,7 +65,8 @@ def quantize(
         result = quantize_model(model, loaded_recipe, out, calibration=calibration, options=options)
     if result is None:
         return
-    tokens = [measured["tokens"] for measured in result.report.values() if "tokens" in measured]
+    layers, tuning = result.report["layers"], result.report.get("tuning")
+    tokens = [measured["tokens"] for measured in layers.values() if "tokens" in measured]
     print_facts(
         {
             "checkpoint": str(result.folder),
@@ -75,6 +76,7 @@ def quantize(
             **({"tokens per expert": f"{min(tokens)} to {max(tokens)}"} if tokens else {}),
             "bits per weight": f"{result.bits_per_weight:.3f} (codes, scales and offsets of the quantized layers)",
             "size": f"{result.bytes / 1e6:.1f} MB (all weights)",
+            **({} if tuning is None else {"tuning": _tuning(tuning)}),
             "quantizing took": f"{result.seconds:.1f} s",
         }
     )
@@ -88,7 +90,8 @@ def quantize(
             "bytes": result.bytes,
             "seconds": result.seconds,
             "unquantized": [asdict(row) for row in result.unquantized],
-            "per_layer": dict(result.report),
+            "per_layer": dict(layers),
+            **({} if tuning is None else {"tuning": dict(tuning)}),
         },
     )
 
@@ -96,6 +99,12 @@ def quantize(
 def _floating_point(left: Sequence[Unquantized]) -> dict[str, str]:
     rows = [f"{row.name} {row.share:.1%} ({row.reason})" for row in left]
     return {"floating point": ", ".join(rows)} if rows else {}
+
+
+def _tuning(report: Mapping[str, Any]) -> str:
+    """What the whole model's passes gained."""
+    kept = f"pass {report['kept']} of {len(report['passes'])} kept" if report["kept"] else "no pass kept"
+    return f"held-out loss {report['before']:.4g} -> {report['after']:.4g}, {kept}"
 
 
 def _show_estimate(estimate: Estimate, seconds: float, left: Sequence[Unquantized], json_path: Path | None) -> None:

@@ -67,7 +67,7 @@ class QuantizeOptions:
 class QuantizeResult:
     """What the job did: the folder, its size, bits per weight of the quantized layers, seconds of quantizing.
 
-    report: of every layer, by its name in the files. unquantized: what stays in floating point.
+    report: what quantkit.json holds. unquantized: what stays in floating point.
     """
 
     folder: Path
@@ -110,7 +110,7 @@ def quantize_model(
         check_readable(output.work)
         output.publish()
     size, bits = folder_bytes(out), bits_per_weight(config)
-    return QuantizeResult(out, len(job.plans), bits, size, seconds, report["layers"], job.unquantized)
+    return QuantizeResult(out, len(job.plans), bits, size, seconds, document, job.unquantized)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def test_head_is_a_tensor_of_its_own_and_the_embedding_stays(
 ) -> None:
     original: Any = load_model(str(tiny_model(family)))[0]
     result = quantized(tiny_model(family), tmp_path / "q")
-    assert result.report["lm_head"]["weight_error"] < WEIGHT_ERROR
+    assert result.report["layers"]["lm_head"]["weight_error"] < WEIGHT_ERROR
     model: Any = quantkit.load(str(tmp_path / "q"), dtype=torch.float32)
     head = model.get_output_embeddings()
     assert isinstance(head, QuantizedLinear)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,11 @@ def test_a_tuned_checkpoint_has_the_same_form_and_the_loss_that_it_reports(
     family: str, tiny_model: Folders, calibrated: Folders, tmp_path: Path
 ) -> None:
     arguments = command(family, tiny_model, calibrated)
-    assert run(*arguments, "-o", tmp_path / "tuned").exit_code == 0
+    result = run(*arguments, "-o", tmp_path / "tuned", "--json", tmp_path / "tuned.json")
     assert run(*arguments, "--set", "tune=null", "-o", tmp_path / "plain").exit_code == 0
     report = read_report(tmp_path / "tuned")["tuning"]
+    assert f"held-out loss {report['before']:.4g} -> {report['after']:.4g}, pass {report['kept']} of " in result.stdout
+    assert json.loads((tmp_path / "tuned.json").read_text())["tuning"] == report
     assert report["kept"] > 0
     assert report["after"] == min(report["passes"]) < report["before"]
     assert "tuning" not in read_report(tmp_path / "plain")
@@ -65,6 +68,12 @@ def test_a_tuned_checkpoint_has_the_same_form_and_the_loss_that_it_reports(
     embeddings = {name for name, tensor in others.items() if "embed" in name and tensor.ndim == 2}
     assert embeddings
     assert not embeddings & changed
+
+
+def test_tuning_that_gains_nothing_says_so(tiny_model: Folders, calibrated: Folders, tmp_path: Path) -> None:
+    result = run(*command("llama", tiny_model, calibrated, "--set", "tune.rate=100"), "-o", tmp_path / "out")
+    before = read_report(tmp_path / "out")["tuning"]["before"]
+    assert f"held-out loss {before:.4g} -> {before:.4g}, no pass kept" in result.stdout
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"], ids=["tied", "apart"])
