@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
+import torch
 from torch import Tensor, nn
 
 from quantkit.formats.bipolar import FLOAT_ACT_BITS
 from quantkit.formats.table import FORMATS
+from quantkit.memory import free_bytes
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.ops.rotation.op import rotate_inputs
 from quantkit.progress import say
@@ -48,7 +49,7 @@ def expansion_of(model: nn.Module) -> Expansion:
     """What expanding a model would be; ``done``: whether memory allows it."""
     found = _weight_only(model).values()
     needed = sum(m.in_features * m.out_features * m.compute_dtype.itemsize for m in found)
-    return Expansion(len(found), needed, needed + _SPARE <= psutil.virtual_memory().available)
+    return Expansion(len(found), needed, needed + _SPARE <= free_bytes(torch.device("cpu")))
 
 
 @contextmanager
