@@ -59,6 +59,18 @@ class TunedPart(nn.Module, ABC):
 
 
 @contextmanager
+def holding(parts: Sequence[TunedPart], weights: Sequence[Tensor]) -> Iterator[None]:
+    """While entered, each Linear multiplies by its weight of these."""
+    for part, weight in zip(parts, weights, strict=True):
+        part.held = weight
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.held = None
+
+
+@contextmanager
 def expanded_once(parts: Sequence[TunedPart]) -> Iterator[None]:
     """While entered, each Linear multiplies by one expanded weight, as the values are at the start.
 
@@ -66,16 +78,17 @@ def expanded_once(parts: Sequence[TunedPart]) -> Iterator[None]:
     a step take most of their time expanding otherwise. Holds a weight and its gradient in fp32 for every Linear.
     """
     weights = [part.dequantize() for part in parts]
-    for part, weight in zip(parts, weights, strict=True):
-        part.held = weight.detach().requires_grad_(weight.requires_grad)
-    try:
+    held = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
+    with holding(parts, held):
         yield
-        for part, weight in zip(parts, weights, strict=True):
-            if part.held is not None and part.held.grad is not None:  # experts may have had no token
-                weight.backward(part.held.grad)
-    finally:
-        for part in parts:
-            part.held = None
+    if torch.is_grad_enabled():
+        pass_on(weights, held)
+
+
+def pass_on(weights: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+    """Give the values of weights the gradients of what was multiplied by in their place."""
+    for weight, each in zip(weights, held, strict=True):
+        weight.backward(torch.zeros_like(each) if each.grad is None else each.grad)  # experts may have had no token
 
 
 class Straight(torch.autograd.Function):

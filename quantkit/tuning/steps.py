@@ -2,7 +2,7 @@
 
 On a GPU a step of a small block, or of a small model, is many short kernels, and the host takes longer to start them
 than they run. So a step that never waits for the host is captured in a CUDA graph: the first step runs as it is, the
-second shows whether it waits, all further ones are replayed.
+second shows whether it waits, all further ones are replayed. Of a step that waits, all but the model's own passes is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.cuda.graph import FilledScalars, capture
-from quantkit.tuning.part import TunedPart, expanded_once
+from quantkit.tuning.part import TunedPart, expanded_once, holding, pass_on
 from quantkit.tuning.settings import TuneSettings
 
 CPU = torch.device("cpu")
@@ -61,16 +61,18 @@ class Steps:
         settings: TuneSettings,
         count: int,
     ):
-        self._parts, self._objective, self._count, self._taken = parts, objective, count, 0
+        self._count, self._taken = count, 0
         groups = _groups(parts, others, settings)
         self._rates = torch.tensor([group["lr"] for group in groups], dtype=torch.float64)
-        self._captured = _Captured(objective.device, settings.batch) if objective.device.type == "cuda" else None
-        if self._captured:
+        on_gpu = objective.device.type == "cuda"
+        if on_gpu:
             self._rates = self._rates.to(objective.device, torch.float32)
             self._now = self._rates.clone()
             for group, rate in zip(groups, self._now, strict=True):
                 group["lr"] = rate
-        self._optimizer = torch.optim.Adam(groups, betas=_BETAS, fused=True, capturable=self._captured is not None)
+        self._optimizer = torch.optim.Adam(groups, betas=_BETAS, fused=True, capturable=on_gpu)
+        self._step = _Step(parts, others, objective, self._optimizer)
+        self._captured = _Captured(self._step, settings.batch) if on_gpu else None
 
     def take(self, batch: Tensor) -> None:
         """One step on the mean loss of the windows of these numbers."""
@@ -79,43 +81,100 @@ class Steps:
         if self._captured is None:
             for group, rate in zip(self._optimizer.param_groups, self._rates.tolist(), strict=True):
                 group["lr"] = rate * share
-            self._step(batch)
+            self._step.take(batch)
             return
         torch.mul(self._rates, share, out=self._now)
-        self._captured.run(self._step, batch)
+        self._captured.take(batch)
 
-    def _step(self, batch: Tensor) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        with expanded_once(self._parts):
-            for part in batch.split(self._objective.at_once):
-                (self._objective.loss(part) * (len(part) / len(batch))).backward()
-        self._optimizer.step()
+
+@dataclass(frozen=True)
+class _Step:
+    """What a step works on."""
+
+    parts: Sequence[TunedPart]
+    others: Sequence[nn.Parameter]
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+
+    def take(self, batch: Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        with expanded_once(self.parts):
+            self.backward(batch)
+        self.optimizer.step()
+
+    def backward(self, batch: Tensor) -> None:
+        """The gradients of the batch's loss, window by window."""
+        for part in batch.split(self.objective.at_once):
+            (self.objective.loss(part) * (len(part) / len(batch))).backward()
 
 
 class _Captured:
-    """A step of full batches, in a CUDA graph where it never waits for the host."""
+    """Steps on a GPU: full batches in a CUDA graph where they never wait for the host, else what can be of each."""
 
-    def __init__(self, device: torch.device, batch: int):
-        self._numbers = torch.zeros(batch, dtype=torch.int64, device=device)
+    def __init__(self, step: _Step, batch: int):
+        self._step = step
+        self._numbers = torch.zeros(batch, dtype=torch.int64, device=step.objective.device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._update: _Update | None = None
         self._taken, self._waits = 0, False
 
-    def run(self, step: Callable[[Tensor], None], batch: Tensor) -> None:
+    def take(self, batch: Tensor) -> None:
         """One step on the windows of these numbers, on the GPU."""
-        if self._waits or len(batch) != len(self._numbers):
-            step(batch)
+        if self._waits:
+            self._update = self._update or _Update(self._step)
+            self._update.take(batch)
+            return
+        if len(batch) != len(self._numbers):
+            self._step.take(batch)
             return
         self._numbers.copy_(batch)
         self._taken += 1
         if self._taken == 1:  # makes Adam's moments, loads kernels
-            step(self._numbers)
+            self._step.take(self._numbers)
         elif self._taken == 2:
-            self._waits = _waits(lambda: step(self._numbers))
+            self._waits = _waits(lambda: self._step.take(self._numbers))
         else:
             if self._graph is None:
                 torch.cuda.empty_cache()  # the graph has memory of its own
-                self._graph = capture([lambda: step(self._numbers)], self._numbers.device, warm_up=[])
+                self._graph = capture([lambda: self._step.take(self._numbers)], self._numbers.device, warm_up=[])
             self._graph.replay()
+
+
+class _Update:
+    """A step that waits, with all but the model's own passes in a CUDA graph.
+
+    That is what expanding weights takes: of experts these are many and small.
+    """
+
+    def __init__(self, step: _Step):
+        self._step = step
+        biases = [part.bias for part in step.parts if part.bias is not None]
+        self._held = [part.dequantize().detach().requires_grad_() for part in step.parts]
+        self._gathered = [*self._held, *step.others, *biases]  # gradients of the model's passes, always in one place
+        for each in self._gathered:
+            each.grad = torch.zeros_like(each)
+        own = {id(bias) for bias in biases}
+        self._behind = [p for part in step.parts for p in part.parameters() if id(p) not in own]
+        torch.cuda.empty_cache()  # the graph has memory of its own
+        self._graph = capture([self._update], step.objective.device, warm_up=[])
+
+    def take(self, batch: Tensor) -> None:
+        """One step on the windows of these numbers, on the GPU."""
+        with holding(self._step.parts, self._held):
+            self._step.backward(batch)
+        self._graph.replay()
+
+    def _update(self) -> None:
+        for parameter in self._behind:
+            parameter.grad = None
+        pass_on([part.dequantize() for part in self._step.parts], self._held)
+        self._step.optimizer.step()
+        with torch.no_grad():
+            for part, held in zip(self._step.parts, self._held, strict=True):
+                held.copy_(part.dequantize())
+            for each in self._gathered:
+                assert each.grad is not None
+                each.grad.zero_()
 
 
 def _waits(step: Callable[[], None]) -> bool:

@@ -72,6 +72,12 @@ def count_replays(patch: pytest.MonkeyPatch) -> list[int]:
     return replays
 
 
+def take_one_by_one(patch: pytest.MonkeyPatch) -> None:
+    """Nothing of a step is captured."""
+    patch.setattr(steps, "_waits", lambda step: step() or True)
+    patch.setattr(steps, "_Update", lambda step: step)
+
+
 @pytest.mark.parametrize("family", ["llama", "opt", "bloom", "gpt2"])
 def test_captured_steps_give_what_steps_one_by_one_give(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replays = count_replays(monkeypatch)
@@ -79,7 +85,7 @@ def test_captured_steps_give_what_steps_one_by_one_give(family: str, monkeypatch
     full_batches = CODES.blocks * 3
     assert len(replays) == full_batches - 2
     assert report.after < report.before
-    monkeypatch.setattr(steps, "_waits", lambda step: step() or True)
+    take_one_by_one(monkeypatch)
     other, plain = tuned(family)
     assert len(replays) == full_batches - 2
     assert report == plain
@@ -87,12 +93,19 @@ def test_captured_steps_give_what_steps_one_by_one_give(family: str, monkeypatch
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
-def test_steps_that_wait_for_the_host_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_but_the_passes_of_steps_that_wait_is_captured_and_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     replays = count_replays(monkeypatch)
-    _, report = tuned("qwen3_moe")
-    assert not replays
+    block, report = tuned("qwen3_moe")
+    all_batches = CODES.blocks * 4
+    assert len(replays) == all_batches - 2
     assert report.after < report.before
     assert torch.cuda.get_sync_debug_mode() == 0
+    take_one_by_one(monkeypatch)
+    other, plain = tuned("qwen3_moe")
+    assert len(replays) == all_batches - 2
+    assert report == plain
+    for name, tensor in block.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
 
 
 def test_another_thread_that_waits_for_the_gpu_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +139,21 @@ def test_hidden_states_that_stay_in_memory_are_read_window_by_window(monkeypatch
     assert report.after < report.before
 
 
+@pytest.mark.parametrize("changed", [{}, {"codes": True, "embeddings": True}], ids=["fixed", "all"])
+def test_updates_of_a_whole_model_of_experts_are_captured_and_give_the_same(
+    changed: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays = count_replays(monkeypatch)
+    report, state = tuned_model("qwen3_moe", **changed)
+    all_batches = MODEL_PASSES * 4
+    assert len(replays) == all_batches - 2
+    take_one_by_one(monkeypatch)
+    plain, other = tuned_model("qwen3_moe", **changed)
+    assert report == plain
+    for name, tensor in state.items():
+        assert torch.equal(tensor, other[name]), name
+
+
 @pytest.mark.parametrize("family", ["llama", "bloom", "gpt2"])
 @pytest.mark.parametrize("changed", [{}, {"codes": True}, {"embeddings": True}], ids=["fixed", "codes", "embeddings"])
 def test_captured_steps_of_a_whole_model_give_what_steps_one_by_one_give(
@@ -135,7 +163,7 @@ def test_captured_steps_of_a_whole_model_give_what_steps_one_by_one_give(
     report, state = tuned_model(family, **changed)
     full_batches = MODEL_PASSES * 3
     assert len(replays) == full_batches - 2
-    monkeypatch.setattr(steps, "_waits", lambda step: step() or True)
+    take_one_by_one(monkeypatch)
     plain, other = tuned_model(family, **changed)
     assert len(replays) == full_batches - 2
     assert report == plain
