@@ -104,7 +104,8 @@ def _floating_point(left: Sequence[Unquantized]) -> dict[str, str]:
 def _tuning(report: Mapping[str, Any]) -> str:
     """What the whole model's passes gained."""
     kept = f"pass {report['kept']} of {len(report['passes'])} kept" if report["kept"] else "no pass kept"
-    return f"held-out loss {report['before']:.4g} -> {report['after']:.4g}, {kept}"
+    losses = f"{report['before']:.4g} -> {report['after']:.4g} ({report['seen']:.4g} on windows tuned on)"
+    return f"held-out loss {losses}, {kept}"
 
 
 def _show_estimate(estimate: Estimate, seconds: float, left: Sequence[Unquantized], json_path: Path | None) -> None:

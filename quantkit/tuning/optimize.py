@@ -30,10 +30,12 @@ def divergence(found: Tensor, wanted: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """before, after: held-out loss. kept: the pass that was kept, 0 for the start. passes: held-out loss after each."""
+    """before, after: held-out loss. seen: after, of as many windows that were tuned on; far below it where passes were
+    too many for so few windows. kept: the pass that was kept, 0 for the start. passes: held-out loss after each."""
 
     before: float
     after: float
+    seen: float
     kept: int
     passes: tuple[float, ...]
 
@@ -66,7 +68,7 @@ def tune(
     state = _State(parts, others, objective.dtype)
     steps = Steps(parts, others, objective, settings, settings.epochs * -(-len(used) // settings.batch))
     generator = torch.Generator().manual_seed(settings.seed)
-    best, least, kept = state.rounded(), state.held_out_loss(objective, held_out), 0
+    best, least, kept = state.rounded(), state.stored_loss(objective, held_out), 0
     if not math.isfinite(least):
         raise StatsError(f"tuning: the held-out loss of the {objective.of} is not finite")
     passes = [least]
@@ -75,13 +77,14 @@ def tune(
         batches = order.split(settings.batch)
         for batch in track(batches, f"tuning, pass {epoch} of {settings.epochs}") if objective.shown else batches:
             steps.take(batch)
-        passes.append(state.held_out_loss(objective, held_out))
+        passes.append(state.stored_loss(objective, held_out))
         if objective.shown:
             say(f"pass {epoch} of {settings.epochs}: held-out loss {passes[-1]:.4g}, least before {least:.4g}")
         if passes[-1] < least:
             best, least, kept = state.rounded(), passes[-1], epoch
     state.load(best)
-    return TuneReport(passes[0], least, kept, tuple(passes[1:]))
+    seen = state.stored_loss(objective, used[-len(held_out) :].to(objective.device))
+    return TuneReport(passes[0], least, seen, kept, tuple(passes[1:]))
 
 
 class _State:
@@ -107,7 +110,7 @@ class _State:
             parameter.copy_(value)
 
     @torch.no_grad()
-    def held_out_loss(self, objective: Objective, numbers: Tensor) -> float:
+    def stored_loss(self, objective: Objective, numbers: Tensor) -> float:
         """The mean loss of windows, with the values as they would be stored."""
         exact = [p.clone() for p in self._floating]
         for parameter, value in zip(self._floating, self._rounded_floating(), strict=True):

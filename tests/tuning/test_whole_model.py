@@ -214,6 +214,21 @@ def test_stderr_shows_what_every_pass_leaves(capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_the_loss_of_windows_that_were_tuned_on_is_told_beside_that_of_the_held_out_ones() -> None:
+    """On few windows, after many passes, it is far below."""
+    original, model = models("llama")
+    windows = text()
+    many = TuneSettings(epochs=12, batch=2, rate=0.01, code_rate=0.01, codes=True, held_out=0.4)
+    report = tune_model(original, model, windows, many, dtype=torch.float32)
+    used, held_out = split_windows(len(windows), 0.4)
+    found = []
+    for numbers in (used[-len(held_out) :], held_out):
+        wanted = log_probabilities(original, windows[numbers])
+        found.append(divergence_loss(wanted, model, windows[numbers]).item())
+    assert found == pytest.approx([report.seen, report.after], rel=1e-4)  # fp32, and so many windows at a time
+    assert report.seen < 0.8 * report.after
+
+
 def test_codes_stay_where_only_scales_are_tuned() -> None:
     original, model = models("opt")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
