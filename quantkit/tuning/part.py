@@ -82,13 +82,13 @@ def expanded_once(parts: Sequence[TunedPart]) -> Iterator[None]:
     with holding(parts, held):
         yield
     if torch.is_grad_enabled():
-        pass_on(weights, held)
+        for weight, each in zip(weights, held, strict=True):
+            pass_on(weight, each)
 
 
-def pass_on(weights: Sequence[Tensor], held: Sequence[Tensor]) -> None:
-    """Give the values of weights the gradients of what was multiplied by in their place."""
-    for weight, each in zip(weights, held, strict=True):
-        weight.backward(torch.zeros_like(each) if each.grad is None else each.grad)  # experts may have had no token
+def pass_on(weight: Tensor, held: Tensor) -> None:
+    """Give the values of a weight the gradient of what was multiplied by in its place."""
+    weight.backward(torch.zeros_like(held) if held.grad is None else held.grad)  # an expert may have had no token
 
 
 class Straight(torch.autograd.Function):

@@ -167,7 +167,8 @@ class _Update:
     def _update(self) -> None:
         for parameter in self._behind:
             parameter.grad = None
-        pass_on([part.dequantize() for part in self._step.parts], self._held)
+        for part, held in zip(self._step.parts, self._held, strict=True):
+            pass_on(part.dequantize(), held)  # one by one, as both are held
         self._step.optimizer.step()
         with torch.no_grad():
             for part, held in zip(self._step.parts, self._held, strict=True):

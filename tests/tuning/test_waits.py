@@ -1,4 +1,4 @@
-"""Which steps of tuning are known to make the host wait for a GPU; torch's warning is given by hand here."""
+"""Which steps of tuning are known to make the host wait for a GPU, and what is captured of those: by hand, on a CPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
+from quantkit.tuning import steps
+from quantkit.tuning.settings import TuneSettings
 from quantkit.tuning.steps import _waits
+from quantkit.tuning.whole_model import tune_model
+from tests.tuning.test_whole_model import models, text
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +63,41 @@ def test_a_step_that_fails_leaves_the_mode_as_it_was(modes: list[str | int]) -> 
         _waits(fail)
     assert modes == ["warn", 0]
     assert warnings.showwarning is shown
+
+
+class Replayed:
+    """What a CUDA graph does, call by call."""
+
+    def __init__(self, calls: list[Callable[[], None]]):
+        self._calls = calls
+
+    def replay(self) -> None:
+        for call in self._calls:
+            call()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "opt"])
+def test_a_step_in_two_parts_gives_what_it_gives_as_a_whole(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = TuneSettings(epochs=2, batch=3, rate=0.01, code_rate=0.01, codes=True, embeddings=True)
+    updates: dict[int, steps._Update] = {}
+
+    def in_two(step: steps._Step, batch: Tensor) -> None:
+        if id(step) not in updates:
+            updates[id(step)] = steps._Update(step)
+        updates[id(step)].take(batch)
+
+    found = []
+    for changed in (False, True):
+        if changed:
+            monkeypatch.setattr(steps, "capture", lambda calls, _device, warm_up: Replayed(calls))
+            monkeypatch.setattr(steps._Step, "take", in_two)
+        torch.manual_seed(1)
+        original, model = models(family)
+        report = tune_model(original, model, text(), settings, dtype=torch.float32)
+        assert report.kept > 0
+        found.append((report, model.state_dict()))
+    assert updates
+    (whole, state), (in_parts, other) = found
+    assert whole == in_parts
+    for name, tensor in state.items():
+        assert torch.equal(tensor, other[name]), name
