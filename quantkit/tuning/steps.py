@@ -89,7 +89,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step works on."""
+    """What a step works on, and the step as it is without a graph."""
 
     parts: Sequence[TunedPart]
     others: Sequence[nn.Parameter]
@@ -141,9 +141,9 @@ class _Captured:
 
 
 class _Update:
-    """A step that waits, with all but the model's own passes in a CUDA graph.
+    """Steps that wait, with all but the model's own passes in a CUDA graph.
 
-    That is what expanding weights takes: of experts these are many and small.
+    Most of such a step went to expanding weights one by one: of experts these are many and small.
     """
 
     def __init__(self, step: _Step):
