@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import StatsError
 from quantkit.progress import say, track
-from quantkit.tuning.part import TunedPart, expanded_once
+from quantkit.tuning.part import TunedPart, holding
 from quantkit.tuning.settings import TuneSettings
 from quantkit.tuning.steps import Objective, Steps
 
@@ -92,10 +92,8 @@ class _State:
 
     def __init__(self, parts: Sequence[TunedPart], others: Sequence[nn.Parameter], dtype: torch.dtype):
         self._parts = parts
-        biases = [part.bias for part in parts if part.bias is not None]
-        own = {id(bias) for bias in biases}
-        self._floating = [*others, *biases]
-        self._rest = [p for part in parts for p in part.parameters() if id(p) not in own]
+        self._floating = [*others, *(part.bias for part in parts if part.bias is not None)]
+        self._rest = [value for part in parts for value in part.values]
         self._dtype = dtype
 
     @torch.no_grad()
@@ -115,7 +113,7 @@ class _State:
         exact = [p.clone() for p in self._floating]
         for parameter, value in zip(self._floating, self._rounded_floating(), strict=True):
             parameter.copy_(value)
-        with expanded_once(self._parts):
+        with holding(self._parts, [part.dequantize() for part in self._parts]):
             total = sum(objective.loss(part).item() * len(part) for part in numbers.split(objective.at_once))
         for parameter, value in zip(self._floating, exact, strict=True):
             parameter.copy_(value)

@@ -44,6 +44,11 @@ class TunedPart(nn.Module, ABC):
         weight = self.dequantize() if self.held is None else self.held
         return nn.functional.linear(inputs, weight, self.bias)
 
+    @property
+    def values(self) -> list[nn.Parameter]:
+        """What W is made of: all parameters but the bias."""
+        return [parameter for parameter in self.parameters() if parameter is not self.bias]
+
     @abstractmethod
     def dequantize(self) -> Tensor:
         """The weight [N, K] fp32 of the values as they would be stored; W Q where inputs are rotated."""
@@ -78,12 +83,11 @@ def expanded_once(parts: Sequence[TunedPart]) -> Iterator[None]:
     a step take most of their time expanding otherwise. Holds a weight and its gradient in fp32 for every Linear.
     """
     weights = [part.dequantize() for part in parts]
-    held = [weight.detach().requires_grad_(weight.requires_grad) for weight in weights]
+    held = [weight.detach().requires_grad_() for weight in weights]
     with holding(parts, held):
         yield
-    if torch.is_grad_enabled():
-        for weight, each in zip(weights, held, strict=True):
-            pass_on(weight, each)
+    for weight, each in zip(weights, held, strict=True):
+        pass_on(weight, each)
 
 
 def pass_on(weight: Tensor, held: Tensor) -> None:

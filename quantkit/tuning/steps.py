@@ -153,10 +153,8 @@ class _Update:
         self._gathered = [*self._held, *step.others, *biases]  # gradients of the model's passes, always in one place
         for each in self._gathered:
             each.grad = torch.zeros_like(each)
-        own = {id(bias) for bias in biases}
-        self._behind = [p for part in step.parts for p in part.parameters() if id(p) not in own]
         torch.cuda.empty_cache()  # the graph has memory of its own
-        self._graph = capture([self._update], step.objective.device, warm_up=[])
+        self._graph = capture([self._behind_passes], step.objective.device, warm_up=[])
 
     def take(self, batch: Tensor) -> None:
         """One step on the windows of these numbers, on the GPU."""
@@ -164,11 +162,11 @@ class _Update:
             self._step.backward(batch)
         self._graph.replay()
 
-    def _update(self) -> None:
-        for parameter in self._behind:
-            parameter.grad = None
+    def _behind_passes(self) -> None:
         for part, held in zip(self._step.parts, self._held, strict=True):
-            pass_on(part.dequantize(), held)  # one by one, as both are held
+            for value in part.values:
+                value.grad = None
+            pass_on(part.dequantize(), held)  # one by one, so that no second copy of all weights is held
         self._step.optimizer.step()
         with torch.no_grad():
             for part, held in zip(self._step.parts, self._held, strict=True):
