@@ -113,7 +113,7 @@ class _State:
         exact = [p.clone() for p in self._floating]
         for parameter, value in zip(self._floating, self._rounded_floating(), strict=True):
             parameter.copy_(value)
-        with holding(self._parts, [part.dequantize() for part in self._parts]):
+        with holding(self._parts, [part.expanded() for part in self._parts]):
             total = sum(objective.loss(part).item() * len(part) for part in numbers.split(objective.at_once))
         for parameter, value in zip(self._floating, exact, strict=True):
             parameter.copy_(value)

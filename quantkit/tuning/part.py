@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.formats.base import PackedWeight
-from quantkit.formats.hadamard import rotate_by_product
+from quantkit.formats.hadamard import unrotate_by_product
 from quantkit.nn.quantized_linear import QuantizedLinear
 
 
@@ -40,9 +40,13 @@ class TunedPart(nn.Module, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """y [..., N] of x [..., K], both in fp32."""
-        inputs = rotate_by_product(x) if self.spec.rotate_inputs else x
-        weight = self.dequantize() if self.held is None else self.held
-        return nn.functional.linear(inputs, weight, self.bias)
+        return nn.functional.linear(x, self.expanded() if self.held is None else self.held, self.bias)
+
+    def expanded(self) -> Tensor:
+        """The weight [N, K] fp32 that x is multiplied by as it is. Rotating inputs back into the weight is less work
+        than rotating those of all tokens."""
+        weight = self.dequantize()
+        return unrotate_by_product(weight) if self.spec.rotate_inputs else weight
 
     @property
     def values(self) -> list[nn.Parameter]:
@@ -82,7 +86,7 @@ def expanded_once(parts: Sequence[TunedPart]) -> Iterator[None]:
     On leaving, the gradient that the weights have gathered in all backward passes goes on to the values. The windows of
     a step take most of their time expanding otherwise. Holds a weight and its gradient in fp32 for every Linear.
     """
-    weights = [part.dequantize() for part in parts]
+    weights = [part.expanded() for part in parts]
     held = [weight.detach().requires_grad_() for weight in weights]
     with holding(parts, held):
         yield

@@ -149,7 +149,7 @@ class _Update:
     def __init__(self, step: _Step):
         self._step = step
         biases = [part.bias for part in step.parts if part.bias is not None]
-        self._held = [part.dequantize().detach().requires_grad_() for part in step.parts]
+        self._held = [part.expanded().detach().requires_grad_() for part in step.parts]
         self._gathered = [*self._held, *step.others, *biases]  # gradients of the model's passes, always in one place
         for each in self._gathered:
             each.grad = torch.zeros_like(each)
@@ -166,11 +166,11 @@ class _Update:
         for part, held in zip(self._step.parts, self._held, strict=True):
             for value in part.values:
                 value.grad = None
-            pass_on(part.dequantize(), held)  # one by one, so that no second copy of all weights is held
+            pass_on(part.expanded(), held)  # one by one, so that no second copy of all weights is held
         self._step.optimizer.step()
         with torch.no_grad():
             for part, held in zip(self._step.parts, self._held, strict=True):
-                held.copy_(part.dequantize())
+                held.copy_(part.expanded())
             for each in self._gathered:
                 assert each.grad is not None
                 each.grad.zero_()

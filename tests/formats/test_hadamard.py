@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quantkit.errors import RecipeError
-from quantkit.formats.hadamard import block_width, rotate, rotate_by_product, unrotate
+from quantkit.formats.hadamard import block_width, rotate, unrotate, unrotate_by_product
 
 FP32_ATOL = 1e-5  # eight additions and a multiplication of values near 1
 
@@ -26,10 +26,10 @@ def test_a_product_of_rotated_operands_is_the_product() -> None:
 
 
 @pytest.mark.parametrize("columns", [8, 24, 576, 1536])
-def test_the_product_with_a_block_is_the_rotation(columns: int) -> None:
+def test_the_product_with_a_block_undoes_the_rotation(columns: int) -> None:
     x = torch.randn(2, 3, columns, requires_grad=True)
-    expected = rotate(x.detach())
-    found = rotate_by_product(x)
+    expected = unrotate(x.detach())
+    found = unrotate_by_product(x)
     torch.testing.assert_close(found.detach(), expected, rtol=0, atol=FP32_ATOL)
     (gradient,) = torch.autograd.grad(found, x, expected)
     torch.testing.assert_close(gradient, x.detach(), rtol=0, atol=FP32_ATOL)  # orthogonal
