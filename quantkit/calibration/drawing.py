@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -65,10 +65,15 @@ def draw_windows(
     if written:
         parts.append(ranks.lead(written.write))
         texts.append(TextSource(name=WRITTEN, sha256=digest(parts[-1]), seed=seed, windows=written.count))
-    chosen = torch.cat(parts)
-    if len(parts) > 1:
-        chosen = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(seed))]
-    return DrawnWindows(chosen, tuple(texts))
+    return DrawnWindows(mixed(parts, seed), tuple(texts))
+
+
+def mixed(parts: Sequence[Tensor], seed: int) -> Tensor:
+    """All windows [n, seq_len] of the parts, in seeded random order where there are several."""
+    windows = torch.cat(list(parts))
+    if len(parts) == 1:
+        return windows
+    return windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))]
 
 
 def digest(windows: Tensor) -> str:

@@ -74,7 +74,7 @@ class Estimate:
         free = free_bytes(torch.device(self.device))
         if free < self.memory:
             fewer = (
-                "leave tune.codes, tune.embeddings or all of tune out"
+                "leave tune.codes, tune.embeddings, tune.written or all of tune out"
                 if self.tunes
                 else "use fewer calibration windows"
             )
@@ -118,7 +118,8 @@ def estimate(
     weights = sum(rows * columns for rows, columns in shapes.values())
     tuned = 0
     if tuning is not None and tuning.epochs:
-        sizes = stream.model, weights, tokens, tuning
+        written = 0 if artifact is None else tuning.written * artifact.windows.shape[1]
+        sizes = stream.model, weights, tokens + written, tuning
         tuned = _PROCESS_BYTES + tuning_bytes(*sizes, at_once=tokens_of_graph(*sizes, stream.device))
     blockwise = _memory(stream, plans, shapes, state, 0 if artifact is None else artifact.meta.saliency)
     if tuning is not None and tuning.blocks:

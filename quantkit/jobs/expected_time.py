@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from quantkit.calibration.artifact import Calibration
 from quantkit.formats.base import Shape
@@ -53,15 +54,19 @@ def expected_seconds(
     if calibrated and artifact is not None:
         seconds += per_operation * artifact.windows.numel() * _text_operations(shapes, calibrated)
     if tuning is not None and artifact is not None:
-        seconds += per_operation * artifact.windows.numel() * _tuning_operations(stream, shapes, tuning)
+        seconds += per_operation * _tuning_operations(stream, shapes, tuning, artifact.windows)
     return seconds
 
 
-def _tuning_operations(stream: ModelStream, shapes: Mapping[str, Shape], tuning: TuneSettings) -> float:
-    """Operations a token: every layer's products in every pass; the head's in passes of the whole model."""
+def _tuning_operations(
+    stream: ModelStream, shapes: Mapping[str, Shape], tuning: TuneSettings, windows: Tensor
+) -> float:
+    """Every layer's products in every pass over windows [n, seq_len]; the head's in passes of the whole model, and in
+    writing further windows for them."""
     config, weights = stream.model.config.get_text_config(), sum(map(math.prod, shapes.values()))
-    head = config.vocab_size * config.hidden_size
-    return 2.0 * _TUNED_PRODUCTS * (tuning.blocks * weights + tuning.epochs * (weights + head))
+    whole, written = weights + config.vocab_size * config.hidden_size, tuning.written * windows.shape[1]
+    passes = tuning.blocks * windows.numel() * weights + tuning.epochs * (windows.numel() + written) * whole
+    return 2.0 * (_TUNED_PRODUCTS * passes + written * whole)
 
 
 def _text_operations(shapes: Mapping[str, Shape], calibrated: set[str]) -> float:

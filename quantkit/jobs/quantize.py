@@ -172,7 +172,7 @@ def open_job(model: str, recipe: Recipe, calibration: Path | None, options: Quan
     plans = placed_rotations(stream.model, plan_layers(recipe, list(linears)))
     _check_calibration(plans, artifact, recipe)
     shapes = {name: linear_shape(linears[name]) for name in plans}
-    tuning = planned_tuning(recipe, plans, shapes, artifact, stream.device)
+    tuning = planned_tuning(recipe, plans, shapes, artifact, stream, tokenizer)
     _check_attention(recipe, artifact, stream.model)
     _check_prefix(recipe, artifact, stream.model)
     plans |= _head_plans(recipe, stream.model)

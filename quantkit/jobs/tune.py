@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibration.artifact import Calibration
+from quantkit.calibration.artifact import Calibration, TextSource
+from quantkit.calibration.drawing import WRITTEN, digest, mixed
 from quantkit.checkpoint.write import stored_tensors
 from quantkit.cuda.launch import check_kernels
 from quantkit.errors import CalibrationError, RecipeError
@@ -21,16 +23,18 @@ from quantkit.jobs.block_work import BlockWork, Done
 from quantkit.jobs.quantize_blocks import transform_part
 from quantkit.methods import LayerPlan, stored_specs
 from quantkit.models.loading import load_model
-from quantkit.models.stream import in_memory_stream
+from quantkit.models.stream import ModelStream, in_memory_stream
 from quantkit.models.structure import embedding_matrices
 from quantkit.nn.quantized_linear import QuantizedLinear
 from quantkit.recipe import Recipe
+from quantkit.runtime.writing import check_writes, write_windows
 from quantkit.storage.resume import Workspace
 from quantkit.tuning.install import TUNABLE
 from quantkit.tuning.settings import TuneSettings, tune_settings
 from quantkit.tuning.whole_model import tune_model
 
 _TUNING = "tuning"
+_WRITING_SEED = 1 << 20  # added to ``seed``: windows that `calibrate` has the model write by as small a one differ
 
 
 def planned_tuning(
@@ -38,13 +42,14 @@ def planned_tuning(
     plans: Mapping[str, LayerPlan],
     shapes: Mapping[str, Shape],
     artifact: Calibration | None,
-    device: torch.device,
+    stream: ModelStream,
+    tokenizer: Any,
 ) -> TuneSettings | None:
     """The settings of a recipe's ``tune`` section; None where it has none.
 
     Raises RecipeError for settings that cannot be, for layers in another format than ``bcq`` and ``trellis`` or on a
     grid that other engines must read, and with INT8 attention; CalibrationError without calibration text; KernelError
-    on a GPU that the kernels of tuning cannot run on, see check_kernels.
+    on a GPU that the kernels of tuning cannot run on, see check_kernels; and what check_writes does.
     """
     if recipe.tune is None:
         return None
@@ -75,8 +80,26 @@ def planned_tuning(
             f"recipe {recipe.name}: tune needs a calibration artifact of 2 windows or more; make one with "
             "'quantkit calibrate' and pass it as `calibration`"
         )
-    check_kernels(device)
+    if settings.written:
+        check_writes(stream, tokenizer, settings.written, artifact.windows.shape[1])
+    check_kernels(stream.device)
     return settings
+
+
+def tuning_windows(
+    original: Any, tokenizer: Any, windows: Tensor, settings: TuneSettings
+) -> tuple[Tensor, TextSource | None]:
+    """(windows [n, seq_len] int32 that the whole model is tuned on, of what those are that are not the calibration's).
+
+    original: in memory. windows: the calibration's. With ``written`` the original writes further ones, and all are
+    mixed, so that the held-out ones are of both.
+    """
+    if not settings.written:
+        return windows, None
+    seed = settings.seed + _WRITING_SEED
+    own = write_windows(in_memory_stream(original), tokenizer, settings.written, windows.shape[1], seed=seed)
+    source = TextSource(WRITTEN, digest(own), seed, settings.written)
+    return mixed([windows, own.to(windows.dtype)], settings.seed), source
 
 
 def tuned_piece(
@@ -97,12 +120,14 @@ def tuned_piece(
     save(folder)
     student = load_checkpoint(str(folder), device="cpu", dtype=torch.float32)
     shutil.rmtree(folder)
-    original, _ = load_model(model, dtype=torch.float32, device=blocks.stream.device)
+    original, tokenizer = load_model(model, dtype=torch.float32, device=blocks.stream.device)
+    windows, written = tuning_windows(original, tokenizer, blocks.artifact.windows, settings)
     in_memory = BlockWork(
         in_memory_stream(original), blocks.plans, blocks.artifact, blocks.dtype, blocks.activations, attention=False
     )
     transform_part(in_memory, Done())
-    report = tune_model(original, student, blocks.artifact.windows, settings, dtype=blocks.dtype).to_json()
+    report = tune_model(original, student, windows, settings, dtype=blocks.dtype).to_json()
+    report |= {} if written is None else {"written": asdict(written)}
     work.commit(_tuned_tensors(student, settings, blocks.dtype), {**Done().to_json(), _TUNING: report})
     return report
 

@@ -27,6 +27,7 @@ from quantkit.models.stream import ModelStream
 from quantkit.progress import track
 from quantkit.runtime.generation import new_tokens, runner_for, start
 from quantkit.runtime.sampling import Sampling, drawer
+from quantkit.runtime.session_cache import SessionCache
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,15 @@ def written_by(stream: ModelStream, tokenizer: Any, count: int, seq_len: int, *,
     return Written(count, partial(write_windows, stream, tokenizer, count, seq_len, seed=seed)) if count else None
 
 
+def check_writes(stream: ModelStream, tokenizer: Any, count: int, seq_len: int) -> None:
+    """Raise what write_windows does, without a window."""
+    place = _PLACES[stream.device.type]
+    at_once = min(count, _at_once(stream.model, seq_len, place))
+    _first_token(tokenizer, stream.model)
+    SessionCache(stream.model, seq_len, stream.device, padded=False, together=())  # takes no memory before its tokens
+    _check_memory(stream, place, at_once * _window_bytes(stream.model, seq_len, place))
+
+
 @torch.no_grad()
 def write_windows(stream: ModelStream, tokenizer: Any, count: int, seq_len: int, *, seed: int) -> Tensor:
     """Windows [count, seq_len] int64 that the model writes: every token behind the first is drawn from its predictions.
@@ -63,9 +73,9 @@ def write_windows(stream: ModelStream, tokenizer: Any, count: int, seq_len: int,
     is in memory meanwhile. Raises DataError where the tokenizer has no token that begins a text, ModelError where the
     model does not fit into memory, GenerationError for a window longer than the model's sliding one.
     """
+    check_writes(stream, tokenizer, count, seq_len)
     place = _PLACES[stream.device.type]
     most = _at_once(stream.model, seq_len, place)
-    _check_memory(stream, place, min(count, most) * _window_bytes(stream.model, seq_len, place))
     first, draw = _first_token(tokenizer, stream.model), drawer(Sampling(temperature=1.0, seed=seed), stream.device)
     sizes = [len(part) for part in torch.arange(count).split(most)]
     found: list[Tensor] = []
@@ -93,7 +103,7 @@ def _first_token(tokenizer: Any, model: Any) -> int:
             return int(token)
     raise DataError(
         f"{type(model).__name__}: its tokenizer has no token that begins or ends a text, so the model cannot write "
-        "windows; calibrate on a text alone"
+        "windows; take those of a text alone"
     )
 
 
@@ -130,5 +140,5 @@ def _check_memory(stream: ModelStream, place: _Place, cache: int) -> None:
     if need > free:
         raise ModelError(
             f"{type(stream.model).__name__}: writing windows takes {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are "
-            f"free on {stream.device}; calibrate on a text alone"
+            f"free on {stream.device}; take those of a text alone"
         )

@@ -19,6 +19,8 @@ class TuneSettings:
     model's, in place of the error of its outputs. epochs: passes for the whole model afterwards; 0 only after
     ``blocks``.
     codes: whether these choose codes again, or leave them as they are. Codes of method trellis stay in either.
+    written: windows, as long as the calibration's, that the original model writes itself for the passes of the whole
+    model beside those. They take little time, and passes over few windows gain on these alone.
     embeddings: whether these also tune the embeddings of the tokens and, where it is not quantized, the head.
     rate: the first step of a value, as a share of the root mean square of its tensor; steps shrink to 0.
     epoch_rate: the same in passes for the whole model behind tuned blocks; without blocks these take rate.
@@ -26,7 +28,8 @@ class TuneSettings:
     whole model behind tuned blocks; without blocks these take code_rate.
     batch: windows per step. epoch_batch: the same in passes for the whole model behind tuned blocks, 0 for as many as
     batch; without blocks these take batch.
-    held_out: share of the windows, the last ones, that decide which pass is kept. seed: of the order of the windows.
+    held_out: share of the windows, the last ones, that decide which pass is kept. seed: of the order of the windows and
+    of what is written.
     """
 
     blocks: int = 0
@@ -34,6 +37,7 @@ class TuneSettings:
     block_codes: bool = False
     logits: bool = False
     epochs: int = 8
+    written: int = 0
     codes: bool = False
     embeddings: bool = False
     rate: float = 0.003
@@ -64,11 +68,13 @@ class TuneSettings:
             raise RecipeError("codes is true, but epochs is 0: choose block_codes for the passes of blocks")
         if self.embeddings and not self.epochs:
             raise RecipeError("embeddings is true, but epochs is 0: they are of the passes for the whole model")
+        if self.written and not self.epochs:
+            raise RecipeError(f"written is {self.written}, but epochs is 0: they are for the passes of the whole model")
         if self.batch < 1:
             raise RecipeError(f"batch is {self.batch}; choose 1 window a step or more")
         if not 0 < self.held_out < 1:
             raise RecipeError(f"held_out is {self.held_out}; choose a share between 0 and 1")
-        for name in ("rate", "epoch_rate", "code_rate", "epoch_code_rate", "epoch_batch"):
+        for name in ("rate", "epoch_rate", "code_rate", "epoch_code_rate", "epoch_batch", "written"):
             if getattr(self, name) < 0:
                 raise RecipeError(f"{name} is {getattr(self, name)}; choose 0 or more")
 

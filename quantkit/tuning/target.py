@@ -25,7 +25,7 @@ class Target:
         self._original, self._windows = original, windows
         self._blocks = [block for _, block in decoder_blocks(original)]
         self._rest: tuple[Any, ...] | None = None
-        self._states = torch.cat([self._last_states(part) for part in track(windows.split(at_once), "original model")])
+        self._states = self._held_states(at_once)
 
     @torch.no_grad()
     def log_probabilities(self, numbers: Tensor) -> Tensor:
@@ -34,6 +34,17 @@ class Target:
         answer = states if self._rest is None else (states, *self._rest)
         with replaced_forwards(self._blocks, [lambda *_arguments, **_keywords: answer] * len(self._blocks)):
             return log_probabilities(self._original, self._windows[numbers])
+
+    def _held_states(self, at_once: int) -> Tensor:
+        """Of all windows, in a tensor that is made once: two of that size may not fit."""
+        held: Tensor | None = None
+        for numbers in track(torch.arange(len(self._windows)).split(at_once), "original model"):
+            first, states = int(numbers[0]), self._last_states(self._windows[numbers])
+            if held is None:
+                held = states.new_empty(len(self._windows), *states.shape[1:])
+            held[first : first + len(states)] = states
+        assert held is not None  # there are windows
+        return held
 
     @torch.no_grad()
     def _last_states(self, windows: Tensor) -> Tensor:

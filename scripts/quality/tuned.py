@@ -29,6 +29,7 @@ from quantkit.evaluation.divergence import divergence
 from quantkit.formats.table import stored_bytes
 from quantkit.jobs.block_work import BlockWork
 from quantkit.jobs.quantize_blocks import quantize_blocks
+from quantkit.jobs.tune import tuning_windows
 from quantkit.methods import plan_layers
 from quantkit.models.families import block_linears
 from quantkit.models.loading import load_model, stored_dtype
@@ -151,7 +152,7 @@ def tuned_blocks(
 ) -> TunedBlocks:
     """The recipe's blocks, tuned now or for the recipe before."""
     plain = TuneSettings()
-    keys = "codes", "embeddings", "epochs", "epoch_rate", "epoch_code_rate", "epoch_batch"
+    keys = "codes", "embeddings", "written", "epochs", "epoch_rate", "epoch_code_rate", "epoch_batch"
     of_model = {key: getattr(plain, key) for key in keys}
     own = replace(settings, **of_model)
     if before.tuned is None or before.tuned.settings != own:
@@ -183,7 +184,9 @@ def tuned_row(
     started = time.perf_counter()
     if settings.epochs:
         model = copy.deepcopy(model)
-        tuning |= tune_model(original, model, artifact.windows, settings, dtype=dtype).to_json()
+        windows, written = tuning_windows(original, tokenizer, artifact.windows, settings)
+        tuning |= {} if written is None else {"written": asdict(written)}
+        tuning |= tune_model(original, model, windows, settings, dtype=dtype).to_json()
     tuning["seconds"] = seconds + time.perf_counter() - started
     evaluations = scores(original, model, tokenizer, texts, options)
     return {**before.row, "recipe": name, "tuning": tuning, "evaluations": evaluations}

@@ -105,6 +105,9 @@ def test_the_time_grows_with_the_passes_of_tuning(
     plain, one = seconds(), seconds("tune={blocks: 1, epochs: 0}")
     assert plain < one < seconds("tune={epochs: 1}") < seconds("tune={blocks: 1, epochs: 1}")
     assert seconds("tune={blocks: 3, epochs: 0}") - plain == pytest.approx(3 * (one - plain))
+    two, written = (seconds(f"tune={{epochs: 1, written: {count}}}") - seconds("tune={epochs: 1}") for count in (16, 8))
+    assert two == pytest.approx(2 * written)
+    assert written > seconds("tune={epochs: 1}") - plain  # as many windows again, and their writing
 
 
 def test_tuning_blocks_doubles_the_hidden_states_and_holds_no_model(
@@ -123,4 +126,7 @@ def test_tuning_blocks_doubles_the_hidden_states_and_holds_no_model(
     assert both.disk == 3 * plain.files + 2 * states
     codes = expected("tune={blocks: 2, epochs: 0, block_codes: true}")
     assert plain.memory < blocks.memory < codes.memory < both.memory
+    more = expected("tune={epochs: 2, written: 1000}")
+    assert more.memory > whole.memory
+    assert more.disk == whole.disk
     assert (blocks.tunes, both.tunes, whole.tunes) == (False, True, True)
