@@ -27,7 +27,7 @@ from quantkit.models.stream import ModelStream
 from quantkit.models.structure import untie_head
 from quantkit.tuning.block import block_tuning_bytes
 from quantkit.tuning.settings import TuneSettings
-from quantkit.tuning.whole_model import tokens_of_graph, tuning_bytes
+from quantkit.tuning.whole_model import held_tokens, tokens_of_graph, tuning_bytes
 
 # Chosen so that what scripts/large_model.py measures lies below.
 _PROCESS_BYTES = 700_000_000  # torch, transformers and the model's structure
@@ -74,7 +74,7 @@ class Estimate:
         free = free_bytes(torch.device(self.device))
         if free < self.memory:
             fewer = (
-                "leave tune.codes, tune.embeddings, tune.written or all of tune out"
+                "leave tune.codes, tune.embeddings or all of tune out"
                 if self.tunes
                 else "use fewer calibration windows"
             )
@@ -119,7 +119,8 @@ def estimate(
     tuned = 0
     if tuning is not None and tuning.epochs:
         written = 0 if artifact is None else tuning.written * artifact.windows.shape[1]
-        sizes = stream.model, weights, tokens + written, tuning
+        held = held_tokens(stream.model, tokens + written, stream.device)
+        sizes = stream.model, weights, held, tuning
         tuned = _PROCESS_BYTES + tuning_bytes(*sizes, at_once=tokens_of_graph(*sizes, stream.device))
     blockwise = _memory(stream, plans, shapes, state, 0 if artifact is None else artifact.meta.saliency)
     if tuning is not None and tuning.blocks:

@@ -17,6 +17,7 @@ from quantkit.models.stream import ModelStream
 from quantkit.quantizers.base import LayerInput
 from quantkit.stats import HISTOGRAM_BINS, LayerStats
 from quantkit.tuning.settings import TuneSettings
+from quantkit.tuning.whole_model import held_tokens
 
 _ROWS, _COLUMNS = 128, 512  # of the sampled Linear
 _PRODUCT = 1024  # rows, columns and depth of the sampled product
@@ -65,8 +66,11 @@ def _tuning_operations(
     writing further windows for them."""
     config, weights = stream.model.config.get_text_config(), sum(map(math.prod, shapes.values()))
     whole, written = weights + config.vocab_size * config.hidden_size, tuning.written * windows.shape[1]
-    passes = tuning.blocks * windows.numel() * weights + tuning.epochs * (windows.numel() + written) * whole
-    return 2.0 * (_TUNED_PRODUCTS * passes + written * whole)
+    tokens = windows.numel() + written
+    read_again = 0 if held_tokens(stream.model, tokens, stream.device) else 1  # by the original
+    operations = _TUNED_PRODUCTS * tuning.blocks * windows.numel() * weights
+    operations += (_TUNED_PRODUCTS + read_again) * tuning.epochs * tokens * whole
+    return 2.0 * (operations + written * whole)
 
 
 def _text_operations(shapes: Mapping[str, Shape], calibrated: set[str]) -> float:

@@ -1,4 +1,5 @@
-"""What the original model predicts on the calibration windows: its blocks run once, its head whenever it is asked."""
+"""What the original model predicts on the windows: its blocks run once where that can be held, its head whenever it is
+asked."""
 
 from __future__ import annotations
 
@@ -10,26 +11,35 @@ from torch import Tensor
 from quantkit.models.block_calls import replaced_forwards
 from quantkit.models.families import decoder_blocks
 from quantkit.models.logits import log_probabilities
-from quantkit.progress import track
+from quantkit.progress import say, track
 
 
 class Target:
     """The original model's log-probabilities of windows [n, seq_len] of token ids.
 
-    The last block's outputs are held, [n, seq_len, hidden_size] fp32 on the model's device: logits of all windows
+    The last block's outputs may be held, [n, seq_len, hidden_size] fp32 on the model's device: logits of all windows
     would take vocabulary / hidden_size times as much.
     """
 
-    def __init__(self, original: Any, windows: Tensor, at_once: int):
-        """at_once: windows that the blocks read at a time."""
+    def __init__(self, original: Any, windows: Tensor, at_once: int, *, held: bool):
+        """at_once: windows that the blocks read at a time. held: whether they read all windows now, or those that are
+        asked for each time."""
         self._original, self._windows = original, windows
         self._blocks = [block for _, block in decoder_blocks(original)]
         self._rest: tuple[Any, ...] | None = None
-        self._states = self._held_states(at_once)
+        self._states: Tensor | None = None
+        if held:
+            self._states = self._held_states(at_once)
+        else:
+            say(
+                "original model: its states of all windows are too large to hold, so it reads each step's windows again"
+            )
 
     @torch.no_grad()
     def log_probabilities(self, numbers: Tensor) -> Tensor:
         """Of the windows of these numbers [b]: [b * seq_len, vocabulary] fp32."""
+        if self._states is None:
+            return log_probabilities(self._original, self._windows[numbers])
         states = self._states[numbers]
         answer = states if self._rest is None else (states, *self._rest)
         with replaced_forwards(self._blocks, [lambda *_arguments, **_keywords: answer] * len(self._blocks)):

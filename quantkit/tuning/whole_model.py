@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.memory import total_bytes
 from quantkit.models.families import linear_weight
 from quantkit.models.logits import log_probabilities
 from quantkit.models.structure import embedding_matrices
@@ -23,6 +24,9 @@ from quantkit.tuning.target import Target
 # most models; on a GPU, which short kernels leave idle, the most that take no more than a share of its memory.
 _TOKENS_AT_ONCE = (8192, 4096, 2048)
 _GPU_SHARE = 0.6
+# Of a device's memory, what the original's states of all windows may take. Where they take more, its blocks read the
+# windows of every step, which is a third more work.
+_STATES_SHARE = 0.3
 # Values held per quantized weight: what it stands for, in the graph and its gradient; with codes also the latent, its
 # gradient, two moments and the best so far. Per value of embeddings that are tuned: the last four, and two copies while
 # the held-out loss is taken.
@@ -46,10 +50,11 @@ def tune_model(original: Any, model: Any, windows: Tensor, settings: TuneSetting
     with tunable(model, weight if settings.codes else None, matrices) as tuned:
         model.to(device)
         quantized = sum(math.prod(part.shape) for part in tuned.parts.values())
-        tokens = tokens_of_graph(original, quantized, windows.numel(), settings, device)
+        held = held_tokens(original, windows.numel(), device)
+        tokens = tokens_of_graph(original, quantized, held, settings, device)
         at_once = max(1, tokens // windows.shape[1])
         with _short_products():
-            target = Target(original, windows, at_once)
+            target = Target(original, windows, at_once, held=held > 0)
 
             def loss(numbers: Tensor) -> Tensor:
                 return divergence_loss(target.log_probabilities(numbers), model, windows[numbers])
@@ -72,18 +77,24 @@ def _short_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def held_tokens(model: Any, tokens: int, device: torch.device) -> int:
+    """Of so many tokens in all windows, those whose states of the original are held on a device: all or none."""
+    states = FP32 * tokens * model.config.get_text_config().hidden_size
+    return tokens if states <= _STATES_SHARE * total_bytes(device) else 0
+
+
 def tokens_of_graph(model: Any, quantized: int, tokens: int, settings: TuneSettings, device: torch.device) -> int:
     """How many tokens are in a graph at a time on a device; the rest as tuning_bytes takes it."""
     if device.type != "cuda":
         return _TOKENS_AT_ONCE[-1]
-    room = _GPU_SHARE * torch.cuda.get_device_properties(device).total_memory
+    room = _GPU_SHARE * total_bytes(device)
     fits = (n for n in _TOKENS_AT_ONCE if tuning_bytes(model, quantized, tokens, settings, at_once=n) <= room)
     return next(fits, _TOKENS_AT_ONCE[-1])
 
 
 def tuning_bytes(model: Any, quantized: int, tokens: int, settings: TuneSettings, *, at_once: int) -> int:
     """What tune_model holds at its peak, of a model (on any device) of which so many weights are quantized, with so
-    many tokens in all windows, of which ``at_once`` are in a graph at a time."""
+    many held tokens, of which ``at_once`` are in a graph at a time."""
     config = model.config.get_text_config()
     total = sum(parameter.numel() for parameter in model.parameters())
     values = 2 * total + quantized * (_FIXED_VALUES + (_LATENT_VALUES if settings.codes else 0))
