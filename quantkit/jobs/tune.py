@@ -34,7 +34,7 @@ from quantkit.tuning.settings import TuneSettings, tune_settings
 from quantkit.tuning.whole_model import tune_model
 
 _TUNING = "tuning"
-_WRITING_SEED = 1 << 20  # added to ``seed``: windows that `calibrate` has the model write by as small a one differ
+_WRITING_SEED = 1 << 20  # added to ``seed``, so that the model does not write again what it wrote for `calibrate`
 
 
 def planned_tuning(

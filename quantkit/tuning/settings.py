@@ -20,7 +20,7 @@ class TuneSettings:
     ``blocks``.
     codes: whether these choose codes again, or leave them as they are. Codes of method trellis stay in either.
     written: windows, as long as the calibration's, that the original model writes itself for the passes of the whole
-    model beside those. They take little time, and passes over few windows gain on these alone.
+    model beside those. They take little time, and passes over few windows gain far less on other text.
     embeddings: whether these also tune the embeddings of the tokens and, where it is not quantized, the head.
     rate: the first step of a value, as a share of the root mean square of its tensor; steps shrink to 0.
     epoch_rate: the same in passes for the whole model behind tuned blocks; without blocks these take rate.

@@ -31,9 +31,7 @@ class Target:
         if held:
             self._states = self._held_states(at_once)
         else:
-            say(
-                "original model: its states of all windows are too large to hold, so it reads each step's windows again"
-            )
+            say("original model: states of all windows are too large to hold, so it reads each step's windows again")
 
     @torch.no_grad()
     def log_probabilities(self, numbers: Tensor) -> Tensor:
