@@ -48,7 +48,7 @@ def unrotate(x: Tensor) -> Tensor:
 
 
 def unrotate_by_product(x: Tensor) -> Tensor:
-    """``unrotate`` up to rounding, by a product with a block: fewer passes over memory, with a gradient of its kind."""
+    """``unrotate`` up to rounding, by a product with a block, and so is its gradient: fewer passes over memory."""
     blocks = x.float().unflatten(-1, (-1, block_width(x.shape[-1])))
     return (blocks @ _block(blocks.shape[-1], x.device)).flatten(-2) * _signs(x)
 

@@ -27,7 +27,7 @@ from quantkit.models.stream import ModelStream
 from quantkit.models.structure import untie_head
 from quantkit.tuning.block import block_tuning_bytes
 from quantkit.tuning.settings import TuneSettings
-from quantkit.tuning.whole_model import held_tokens, tokens_of_graph, tuning_bytes
+from quantkit.tuning.whole_model import held_tokens, tokens_of_graph, tokens_of_passes, tuning_bytes
 
 # Chosen so that what scripts/large_model.py measures lies below.
 _PROCESS_BYTES = 700_000_000  # torch, transformers and the model's structure
@@ -117,9 +117,8 @@ def estimate(
     state = tokens * width * hidden_bytes
     weights = sum(rows * columns for rows, columns in shapes.values())
     tuned = 0
-    if tuning is not None and tuning.epochs:
-        written = 0 if artifact is None else tuning.written * artifact.windows.shape[1]
-        held = held_tokens(stream.model, tokens + written, stream.device)
+    if tuning is not None and tuning.epochs and artifact is not None:
+        held = held_tokens(stream.model, tokens_of_passes(artifact.windows, tuning), stream.device)
         sizes = stream.model, weights, held, tuning
         tuned = _PROCESS_BYTES + tuning_bytes(*sizes, at_once=tokens_of_graph(*sizes, stream.device))
     blockwise = _memory(stream, plans, shapes, state, 0 if artifact is None else artifact.meta.saliency)

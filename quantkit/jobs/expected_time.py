@@ -17,7 +17,7 @@ from quantkit.models.stream import ModelStream
 from quantkit.quantizers.base import LayerInput
 from quantkit.stats import HISTOGRAM_BINS, LayerStats
 from quantkit.tuning.settings import TuneSettings
-from quantkit.tuning.whole_model import held_tokens
+from quantkit.tuning.whole_model import held_tokens, tokens_of_passes
 
 _ROWS, _COLUMNS = 128, 512  # of the sampled Linear
 _PRODUCT = 1024  # rows, columns and depth of the sampled product
@@ -65,12 +65,11 @@ def _tuning_operations(
     """Every layer's products in every pass over windows [n, seq_len]; the head's in passes of the whole model, and in
     writing further windows for them."""
     config, weights = stream.model.config.get_text_config(), sum(map(math.prod, shapes.values()))
-    whole, written = weights + config.vocab_size * config.hidden_size, tuning.written * windows.shape[1]
-    tokens = windows.numel() + written
+    whole, tokens = weights + config.vocab_size * config.hidden_size, tokens_of_passes(windows, tuning)
     read_again = 0 if held_tokens(stream.model, tokens, stream.device) else 1  # by the original
     operations = _TUNED_PRODUCTS * tuning.blocks * windows.numel() * weights
     operations += (_TUNED_PRODUCTS + read_again) * tuning.epochs * tokens * whole
-    return 2.0 * (operations + written * whole)
+    return 2.0 * (operations + (tokens - windows.numel()) * whole)
 
 
 def _text_operations(shapes: Mapping[str, Shape], calibrated: set[str]) -> float:

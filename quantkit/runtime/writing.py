@@ -61,7 +61,8 @@ def check_writes(stream: ModelStream, tokenizer: Any, count: int, seq_len: int) 
     place = _PLACES[stream.device.type]
     at_once = min(count, _at_once(stream.model, seq_len, place))
     _first_token(tokenizer, stream.model)
-    SessionCache(stream.model, seq_len, stream.device, padded=False, together=())  # takes no memory before its tokens
+    # It refuses a sliding window that is too short, and holds nothing before its first token.
+    SessionCache(stream.model, seq_len, stream.device, padded=False, together=())
     _check_memory(stream, place, at_once * _window_bytes(stream.model, seq_len, place))
 
 

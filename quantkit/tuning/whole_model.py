@@ -77,6 +77,11 @@ def _short_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def tokens_of_passes(windows: Tensor, settings: TuneSettings) -> int:
+    """Tokens of the whole model's passes: of the calibration's windows [n, seq_len] and of those that are written."""
+    return windows.numel() + settings.written * windows.shape[1]
+
+
 def held_tokens(model: Any, tokens: int, device: torch.device) -> int:
     """Of so many tokens in all windows, those whose states of the original are held on a device: all or none."""
     states = FP32 * tokens * model.config.get_text_config().hidden_size

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from quantkit.errors import DataError, ModelError
+from quantkit.errors import DataError, GenerationError, ModelError
 from quantkit.models.loading import open_stream
 from quantkit.models.stream import in_memory_stream
-from quantkit.runtime.writing import _PLACES, _copy_in, write_windows, written_by
+from quantkit.runtime.writing import _PLACES, _copy_in, check_writes, write_windows, written_by
+from tests.runtime.test_generation import windowed_model
 from tests.tiny import build_model
 
 SEQ_LEN = 16
@@ -82,6 +84,14 @@ def test_a_model_larger_than_memory_writes_nothing(
     monkeypatch.setattr("quantkit.runtime.writing.free_bytes", lambda device: 100_000)
     with pytest.raises(ModelError, match=r"writing windows takes 0\.0 GB, and 0\.0 GB are free on cpu"):
         write_windows(stream, tokenizer, 1, SEQ_LEN, seed=0)
+
+
+def test_windows_beyond_a_sliding_one_are_refused_before_a_token_is_drawn(tokenizer: Any) -> None:
+    stream = in_memory_stream(windowed_model())
+    check_writes(stream, tokenizer, 1, 20)
+    for call in (check_writes, partial(write_windows, seed=0)):
+        with pytest.raises(GenerationError, match="the model's sliding window of 20"):
+            call(stream, tokenizer, 1, 21)
 
 
 def test_no_windows_are_no_writer(tokenizer: Any) -> None:
