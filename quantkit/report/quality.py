@@ -16,6 +16,8 @@ _SIZES = re.compile(  # but for the bits of activations: "-w4a8" leaves "-a8"
 )
 COLUMNS = ("recipe", "bits/weight", "MB", "perplexity", "device")
 _PLAIN_COLORS = 10
+_MANY_FAMILIES = 12  # above this many, a name each would take more room than the figure
+_LEGEND_WIDTH = 100  # characters that fit beside each other
 _STORED_BITS = 16  # what compression ratios are stated against
 _HIGHEST = 4  # times the original's perplexity; what is above would hide how the others differ
 
@@ -36,6 +38,12 @@ class Measured:
     def family(self) -> str:
         """The name without bits and group size: what one line of the figure joins."""
         return _SIZES.sub("", self.name)
+
+    @property
+    def base(self) -> str:
+        """The family without its settings, or the toolkit: what has one color and name where families are many."""
+        peer = " (peer)" if self.name.endswith(" (peer)") else ""
+        return self.family.removesuffix(peer).split("+")[0].split(":")[0] + peer
 
     def cells(self) -> list[str]:
         """The row as text, under COLUMNS."""
@@ -68,7 +76,8 @@ def quality_figure(model: str, rows: Sequence[Measured]) -> FigureSpec:
         f"Perplexity against compression ratio ({model})",
         "Ratio of 16 bits to the bits per weight of the quantized layers, scales and offsets counted; rows that differ "
         "in bits and group size alone are joined, and plans of a search. The dotted line is the original; what is "
-        f"above {_HIGHEST} times its perplexity stands in the table alone.",
+        f"above {_HIGHEST} times its perplexity stands in the table alone. Of more than {_MANY_FAMILIES} lines those "
+        "of one recipe, whatever its settings, have one color.",
         lambda axes: _draw(axes, rows),
         height=8.4,
     )
@@ -80,18 +89,39 @@ def _draw(axes: Any, rows: Sequence[Measured]) -> None:
         axes.axhline(perplexity, color="black", linewidth=0.8, linestyle=":")
     highest = _HIGHEST * min(originals, default=float("inf"))
     families: dict[str, set[tuple[float, float]]] = {}
+    bases: dict[str, str] = {}
     for row in rows:
         if row.bits_per_weight is not None and row.perplexity <= highest:
             families.setdefault(row.family, set()).add((_STORED_BITS / row.bits_per_weight, row.perplexity))
-    from matplotlib import colormaps
-
-    colors = colormaps["tab20" if len(families) > _PLAIN_COLORS else "tab10"]
-    axes.set_prop_cycle(color=[colors(i) for i in range(colors.N)])
+            bases[row.family] = row.base
+    names = bases if len(families) > _MANY_FAMILIES else {family: family for family in families}
+    colors = _colors(list(dict.fromkeys(names.values())))
+    named: set[str] = set()
     for family, points in families.items():
-        style, size = ("s--", 4) if "(peer)" in family else ("k*-", 8) if family == "search" else ("o-", 4)
-        axes.plot(*zip(*sorted(points), strict=True), style, markersize=size, linewidth=1, label=family)
+        name = names[family]
+        style, size = ("s--", 4) if "(peer)" in family else ("*-", 8) if family == "search" else ("o-", 4)
+        label = None if name in named else _shortened(name, _LEGEND_WIDTH)
+        named.add(name)
+        axes.plot(
+            *zip(*sorted(points), strict=True), style, color=colors[name], markersize=size, linewidth=1, label=label
+        )
     axes.set(xlabel="compression ratio", ylabel="perplexity", yscale="log")
     axes.yaxis.set_major_formatter("{x:g}")  # 40, not 4 x 10^1
     axes.yaxis.set_minor_formatter("{x:g}")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)
+    columns = max(1, min(4, _LEGEND_WIDTH // max(map(len, named), default=1)))
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=columns, frameon=False)
+
+
+def _colors(names: Sequence[str]) -> dict[str, Any]:
+    """One for each name, in turn; plans of a search are black."""
+    from matplotlib import colormaps
+
+    maps = [colormaps[each] for each in (("tab20", "tab20b") if len(names) > _PLAIN_COLORS else ("tab10",))]
+    colors = [each(i) for each in maps for i in range(each.N)]
+    return {name: "black" if name == "search" else colors[i % len(colors)] for i, name in enumerate(names)}
+
+
+def _shortened(name: str, width: int) -> str:
+    """The name, cut off where it is longer than so many characters."""
+    return name if len(name) <= width else f"{name[: width - 1]}…"

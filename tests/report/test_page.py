@@ -154,6 +154,34 @@ def test_names_without_sizes_keep_the_bits_of_activations_and_far_points_stay_in
     assert drawn == {"bcq": [25.0]}
 
 
+def test_many_lines_are_named_and_colored_by_their_recipe() -> None:
+    """Of up to twelve each has a name of its own, cut off where it is wider than the figure."""
+    from matplotlib.figure import Figure
+
+    from quantkit.report.quality import Measured, quality_figure
+
+    def drawn(names: list[str]) -> list[tuple[str, object]]:
+        axes = Figure().subplots()
+        rows = [Measured(name, 4.0, None, 25.0 + i, None, "cpu") for i, name in enumerate(names)]
+        quality_figure("tiny", rows).draw(axes)
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == list(
+            dict.fromkeys(str(line.get_label()) for line in axes.lines if not str(line.get_label()).startswith("_"))
+        )
+        return [(str(line.get_label()), line.get_color()) for line in axes.lines]
+
+    settings = [f"bcq-w4-g128+tune.epochs={i}" for i in range(11)]
+    few = drawn([*settings, f"bcq-w4{'+rotate=online' * 9}"])
+    assert [name for name, _ in few][:2] == ["bcq+tune.epochs=0", "bcq+tune.epochs=1"]
+    assert len({color for _, color in few}) == 12
+    assert few[-1][0].startswith("bcq+rotate=online")
+    assert few[-1][0].endswith("…")
+    assert len(few[-1][0]) == 100
+    many = drawn([*settings, "llamacpp:IQ2_XS (peer)", "llamacpp:Q4_K (peer)", "search:2.3"])
+    assert [name for name, _ in many if not name.startswith("_")] == ["bcq", "llamacpp (peer)", "search"]
+    assert len({color for _, color in many}) == 3
+    assert many[-1][1] == "black"
+
+
 @pytest.mark.parametrize(
     ("out", "plot", "message"),
     [
