@@ -22,7 +22,8 @@ class TuneSettings:
     written: windows, as long as the calibration's, that the original model writes itself for the passes of the whole
     model beside those. They take little time, and passes over few windows gain far less on other text.
     embeddings: whether these also tune the embeddings of the tokens and, where it is not quantized, the head.
-    rate: the first step of a value, as a share of the root mean square of its tensor; steps shrink to 0.
+    rate: the first step of a value, as a share of the root mean square of its tensor; steps shrink to 0. The more steps
+    there are, the smaller they should be (docs/quality.md, windows that the model writes).
     epoch_rate: the same in passes for the whole model behind tuned blocks; without blocks these take rate.
     code_rate: the same of the weights that codes are chosen for. epoch_code_rate: the same of those in passes for the
     whole model behind tuned blocks; without blocks these take code_rate.
