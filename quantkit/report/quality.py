@@ -39,12 +39,6 @@ class Measured:
         """The name without bits and group size: what one line of the figure joins."""
         return _SIZES.sub("", self.name)
 
-    @property
-    def base(self) -> str:
-        """The family without its settings, or the toolkit: what has one color and name where families are many."""
-        peer = " (peer)" if self.name.endswith(" (peer)") else ""
-        return self.family.removesuffix(peer).split("+")[0].split(":")[0] + peer
-
     def cells(self) -> list[str]:
         """The row as text, under COLUMNS."""
         bits = "" if self.bits_per_weight is None else f"{self.bits_per_weight:.3f}"
@@ -89,18 +83,17 @@ def _draw(axes: Any, rows: Sequence[Measured]) -> None:
         axes.axhline(perplexity, color="black", linewidth=0.8, linestyle=":")
     highest = _HIGHEST * min(originals, default=float("inf"))
     families: dict[str, set[tuple[float, float]]] = {}
-    bases: dict[str, str] = {}
     for row in rows:
         if row.bits_per_weight is not None and row.perplexity <= highest:
             families.setdefault(row.family, set()).add((_STORED_BITS / row.bits_per_weight, row.perplexity))
-            bases[row.family] = row.base
-    names = bases if len(families) > _MANY_FAMILIES else {family: family for family in families}
+    many = len(families) > _MANY_FAMILIES
+    names = {family: _without_settings(family) if many else family for family in families}
     colors = _colors(list(dict.fromkeys(names.values())))
     named: set[str] = set()
     for family, points in families.items():
         name = names[family]
         style, size = ("s--", 4) if "(peer)" in family else ("*-", 8) if family == "search" else ("o-", 4)
-        label = None if name in named else _shortened(name, _LEGEND_WIDTH)
+        label = None if name in named else _shortened(name)
         named.add(name)
         axes.plot(
             *zip(*sorted(points), strict=True), style, color=colors[name], markersize=size, linewidth=1, label=label
@@ -122,6 +115,12 @@ def _colors(names: Sequence[str]) -> dict[str, Any]:
     return {name: "black" if name == "search" else colors[i % len(colors)] for i, name in enumerate(names)}
 
 
-def _shortened(name: str, width: int) -> str:
-    """The name, cut off where it is longer than so many characters."""
-    return name if len(name) <= width else f"{name[: width - 1]}…"
+def _without_settings(family: str) -> str:
+    """A recipe, or a toolkit: "hqq+scale_bits=8" is of hqq, "llamacpp:Q4_K (peer)" of llamacpp."""
+    peer = " (peer)" if family.endswith(" (peer)") else ""
+    return family.removesuffix(peer).split("+")[0].split(":")[0] + peer
+
+
+def _shortened(name: str) -> str:
+    """The name, cut off where it is wider than the figure."""
+    return name if len(name) <= _LEGEND_WIDTH else f"{name[: _LEGEND_WIDTH - 1]}…"
