@@ -104,7 +104,7 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
                 copyWait<S::kSlots - 2>();
                 __syncwarp();  // this tile is there for all lanes, and all have read the slot that is filled next
                 ring.fetch();
-                multiplyNumbers<S, Products>(acc, p, own, at.slot, barriers, stages, sumsOfX, place);
+                multiplyNumbers<S>(acc, p, own, at.slot, barriers, stages, sumsOfX, place);
             } else if (S::kFine || (S::kBothForms && p.segments > kTileWords / kChunkWords)) {
                 multiplyTile<S, Products, S::kFine || S::kBothForms>(acc, p, own, at, ring, maker, barriers, stages, place);
             } else {

@@ -8,6 +8,7 @@
 //
 //   sums of x    [stage][half of a tile][token] fp32; a third row of barriers says that they are there
 #pragma once
+#include "gemm_products.cuh"
 #include "gemm_tile.cuh"
 
 constexpr int kSummingWarps = kGroupWarps - 1, kSetTokens = 8, kHalves = 2;
@@ -110,8 +111,22 @@ struct TurnNumbers {
     }
 };
 
+// Products with a stage of x. Its descriptor is whole and known to be the warp's: of a lane's register, or put together for every
+// product, it takes three instructions more each.
+template <class S>
+struct NumberProducts : WarpgroupProducts<S::kDtype, S::kTokens> {
+    uint64 stage;
+
+    __device__ __forceinline__ void take(uint32 shared) { stage = operandDescriptor(ofWarp(shared)); }
+    template <bool kKeep = true>
+    __device__ __forceinline__ void add(float* acc, uint32 a0, uint32 a1, uint32 a2, uint32 a3, int panel, int step) {
+        const uint32 bytes = panel * S::kTokens * kPanelRowBytes + step * kWgmmaDepthBytes;
+        RegisterProduct<S::kDtype, S::kTokens>::template add<kKeep>(acc, a0, a1, a2, a3, stage + (bytes >> 4));
+    }
+};
+
 // Add the products of a k tile to the sums. xSums: shared address of the sums of x.
-template <class S, class Products>
+template <class S>
 __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p, const Consumer& own, uint32 slot,
                                                 uint32 barriers, uint32 stages, uint32 xSums, StagePlace& place) {
     using Sums = SumsOfX<S>;
@@ -122,36 +137,46 @@ __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p
     constexpr int kTurns = kTileWords / kTurnWords, kHalfTurns = kTurns / kHalves;
     const uint32 scales = slot + S::kPlaneBytes + own.lane / kTileQuads * kLaneBytes;
     const uint32 ofLane = xSums + place.stage * Sums::kStageBytes + own.lane % kTileQuads * 2 * sizeof(float);
+    constexpr int kParts = S::kGroups <= 3 ? kHalves : 1;  // what registers carry, too
+    const uint32 codes = slot + own.lane * kVectorBytes;
     TurnNumbers<S::kBits, S::kDtype, kTurnWords> numbers[2];
     uint2 words[S::kBits];
-    float part[S::kTokens / 2];
-    Products products;
-    numbers[0].expand(words, slot + own.lane * kVectorBytes, 0);
+    float part[kParts][S::kTokens / 2];
+    NumberProducts<S> products;
+    numbers[0].expand(words, codes, 0);
     barrierWait(barriers + place.stage * sizeof(uint64), place.parity);
-    products.take(stages + place.stage * S::kStageBytes, own.lane);
+    products.take(stages + place.stage * S::kStageBytes);
+    const auto add = [&](int half) {
+        if (half == 0) barrierWait(Sums::barrier(barriers, place.stage), place.parity);
+        const uint32 from = scales + half * p.segments / kHalves * kGroupBytes;
+        const uint2 stored = kAdds ? loadSharedWords(from) : make_uint2(loadShared4(from), 0);
+        addHalf<S>(acc, part[half % kParts], NumberScales<S::kBits, S::kDtype>(stored), ofLane + half * Sums::kHalfBytes);
+    };
 #pragma unroll
     for (int turn = 0; turn < kTurns; ++turn) {
+        float* sums = part[turn / kHalfTurns % kParts];
         products.fence();
 #pragma unroll
         for (int i = 0; i < kTurnWords; ++i) {
             const int word = turn * kTurnWords + i, panel = word / kPanelWords, step = word % kPanelWords * 2;
             const auto& a = numbers[turn % 2].upper[i];
             const auto& b = numbers[turn % 2].lower[i];
-            if (word % kChunkWords == 0) products.template add<false>(part, a[0], b[0], a[1], b[1], panel, step);
-            else products.add(part, a[0], b[0], a[1], b[1], panel, step);
-            products.add(part, a[2], b[2], a[3], b[3], panel, step + 1);
+            if (word % kChunkWords == 0) products.template add<false>(sums, a[0], b[0], a[1], b[1], panel, step);
+            else products.add(sums, a[0], b[0], a[1], b[1], panel, step);
+            products.add(sums, a[2], b[2], a[3], b[3], panel, step + 1);
         }
         products.commit();
-        if (turn + 1 < kTurns) numbers[(turn + 1) % 2].expand(words, slot + own.lane * kVectorBytes, turn + 1);
-        products.template wait<0>();
-        if (turn % kHalfTurns != kHalfTurns - 1) continue;
-        const int half = turn / kHalfTurns;
-        if (half == 0) barrierWait(Sums::barrier(barriers, place.stage), place.parity);
-        const uint32 from = scales + half * p.segments / kHalves * kGroupBytes;
-        const uint2 stored = kAdds ? loadSharedWords(from) : make_uint2(loadShared4(from), 0);
-        addHalf<S>(acc, part, NumberScales<S::kBits, S::kDtype>(stored), ofLane + half * Sums::kHalfBytes);
+        // With a part for each half only the turn before has to end: its numbers make room, and a half is added while the next
+        // one's products run.
+        const bool last = turn + 1 == kTurns, ends = turn % kHalfTurns == kHalfTurns - 1;
+        if (kParts > 1 && turn > 0 && !last) products.template wait<1>();
+        if (!last) numbers[(turn + 1) % 2].expand(words, codes, turn + 1);
+        if (kParts == 1 || last) products.template wait<0>();
+        if (kParts > 1 && turn > 0 && turn % kHalfTurns == 0) add(turn / kHalfTurns - 1);
+        if (kParts == 1 ? ends : last) add(turn / kHalfTurns);
     }
-    __syncwarp();
-    if (own.signals) barrierArrive(barriers + (kMostStages + place.stage) * sizeof(uint64));
+    const uint32 read = barriers + (kMostStages + place.stage) * sizeof(uint64);
     place.advance(1, p.stages);
+    __syncwarp();
+    if (own.signals) barrierArrive(read);
 }

@@ -171,6 +171,13 @@ __device__ __forceinline__ bool electLane() {
     return elected != 0;
 }
 
+// A number that all lanes of a warp have. Behind it the compiler knows so, and computes what follows once for the warp.
+__device__ __forceinline__ uint32 ofWarp(uint32 value) {
+    uint32 result;
+    asm volatile("redux.sync.or.b32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(value));
+    return result;
+}
+
 // gridDim.x read anew: kept in a register across a main loop it would be spilled.
 __device__ __forceinline__ int blockCount() {
     int count;
