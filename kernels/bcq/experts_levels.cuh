@@ -46,8 +46,8 @@ struct ExpertsProductsOf<true, kDtype, kTokens> {
     struct Type : WarpgroupProducts<kDtype, kTokens> {
         __device__ __forceinline__ void take(uint32 stage, int) { this->start = (stage & 0x3FFFF) >> 4; }
         __device__ __forceinline__ void add(float* acc, uint32 a0, uint32 a1, uint32 a2, uint32 a3, int panel, int step) {
-            const uint32 bytes = panel * kTokens * kPanelRowBytes + step * kWgmmaDepthBytes;
-            RegisterProduct<kDtype, kTokens>::add(acc, a0, a1, a2, a3, operandDescriptor(0) | (this->start + (bytes >> 4)));
+            const uint32 place = this->start + this->placeOf(panel, step);
+            RegisterProduct<kDtype, kTokens>::add(acc, a0, a1, a2, a3, operandDescriptor(0) | place);
         }
     };
 };

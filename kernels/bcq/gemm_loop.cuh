@@ -47,7 +47,6 @@ template <class S, class Products>
 __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     extern __shared__ unsigned char dynamicShared[];
     constexpr bool kNumbers = S::kNumbers && Products::kCollective, kByWarp = kNumbers || !Products::kCollective;
-    constexpr bool kShares = !kNumbers || S::kGroups <= 4;  // registers: else all warps have enough
     const uint32 barriers = (sharedAddress(dynamicShared) + kBarrierBytes - 1) & ~uint32(kBarrierBytes - 1);
     const uint32 stages = barriers + kBarrierBytes, rings = stages + p.stages * S::kStageBytes;
     const int warp = __shfl_sync(kFullWarp, threadIdx.x / kWarpSize, 0), lane = threadIdx.x % kWarpSize;
@@ -62,7 +61,7 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     allowNextKernel();
     constexpr int kRings = S::kGroups * kGroupWarps;
     if (warp >= kRings) {
-        if constexpr (kShares) Products::template registers<S::kGroups, false, kNumbers>();
+        Products::template registers<S::kGroups, false, kNumbers>();
         if (Products::copies(warp % kGroupWarps)) copyX<S, Products>(p, barriers);
         if constexpr (kNumbers) {
             const uint32 sums = rings + kRings * WeightRing<S>::bytesOf(p) + sumBytes<S>(p);
@@ -74,7 +73,7 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
         return;
     }
 
-    if constexpr (kShares) Products::template registers<S::kGroups, true, kNumbers>();
+    Products::template registers<S::kGroups, true, kNumbers>();
     const Consumer own = Consumer::of<!kByWarp, S::kRowGroups>(warp, lane);
     WeightRing<S> ring(p, own.phase, own.tile);
     const uint32 tableBytes = kNumbers ? 0 : p.segments * S::kSegmentTable, allTables = rings + kRings * ring.bytes();

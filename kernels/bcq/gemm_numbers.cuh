@@ -111,8 +111,8 @@ struct TurnNumbers {
     }
 };
 
-// Products with a stage of x. Its descriptor is whole and known to be the warp's: of a lane's register, or put together for every
-// product, it takes three instructions more each.
+// Products with a stage of x, whose descriptor is whole and known to be the warp's: of a lane's register, put together for each
+// product, it would take three instructions more.
 template <class S>
 struct NumberProducts : WarpgroupProducts<S::kDtype, S::kTokens> {
     uint64 stage;
@@ -120,8 +120,7 @@ struct NumberProducts : WarpgroupProducts<S::kDtype, S::kTokens> {
     __device__ __forceinline__ void take(uint32 shared) { stage = operandDescriptor(ofWarp(shared)); }
     template <bool kKeep = true>
     __device__ __forceinline__ void add(float* acc, uint32 a0, uint32 a1, uint32 a2, uint32 a3, int panel, int step) {
-        const uint32 bytes = panel * S::kTokens * kPanelRowBytes + step * kWgmmaDepthBytes;
-        RegisterProduct<S::kDtype, S::kTokens>::template add<kKeep>(acc, a0, a1, a2, a3, stage + (bytes >> 4));
+        RegisterProduct<S::kDtype, S::kTokens>::template add<kKeep>(acc, a0, a1, a2, a3, stage + this->placeOf(panel, step));
     }
 };
 
@@ -137,7 +136,9 @@ __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p
     constexpr int kTurns = kTileWords / kTurnWords, kHalfTurns = kTurns / kHalves;
     const uint32 scales = slot + S::kPlaneBytes + own.lane / kTileQuads * kLaneBytes;
     const uint32 ofLane = xSums + place.stage * Sums::kStageBytes + own.lane % kTileQuads * 2 * sizeof(float);
-    constexpr int kParts = S::kGroups <= 3 ? kHalves : 1;  // what registers carry, too
+    // With sums for each half, where registers carry them, a turn waits for the products of the one before it alone, and a half
+    // is added while the next one's run.
+    constexpr int kParts = S::kGroups <= 3 ? kHalves : 1;
     const uint32 codes = slot + own.lane * kVectorBytes;
     TurnNumbers<S::kBits, S::kDtype, kTurnWords> numbers[2];
     uint2 words[S::kBits];
@@ -146,7 +147,7 @@ __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p
     numbers[0].expand(words, codes, 0);
     barrierWait(barriers + place.stage * sizeof(uint64), place.parity);
     products.take(stages + place.stage * S::kStageBytes);
-    const auto add = [&](int half) {
+    const auto meetSums = [&](int half) {
         if (half == 0) barrierWait(Sums::barrier(barriers, place.stage), place.parity);
         const uint32 from = scales + half * p.segments / kHalves * kGroupBytes;
         const uint2 stored = kAdds ? loadSharedWords(from) : make_uint2(loadShared4(from), 0);
@@ -166,14 +167,12 @@ __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p
             products.add(sums, a[2], b[2], a[3], b[3], panel, step + 1);
         }
         products.commit();
-        // With a part for each half only the turn before has to end: its numbers make room, and a half is added while the next
-        // one's products run.
-        const bool last = turn + 1 == kTurns, ends = turn % kHalfTurns == kHalfTurns - 1;
-        if (kParts > 1 && turn > 0 && !last) products.template wait<1>();
+        const bool last = turn + 1 == kTurns, waits = kParts == 1 || last;
+        const int ended = waits ? turn + 1 : turn;  // turns whose products have ended
+        if (!waits && ended > 0) products.template wait<1>();
         if (!last) numbers[(turn + 1) % 2].expand(words, codes, turn + 1);
-        if (kParts == 1 || last) products.template wait<0>();
-        if (kParts > 1 && turn > 0 && turn % kHalfTurns == 0) add(turn / kHalfTurns - 1);
-        if (kParts == 1 ? ends : last) add(turn / kHalfTurns);
+        if (waits) products.template wait<0>();
+        if (ended > 0 && ended % kHalfTurns == 0) meetSums(ended / kHalfTurns - 1);
     }
     const uint32 read = barriers + (kMostStages + place.stage) * sizeof(uint64);
     place.advance(1, p.stages);

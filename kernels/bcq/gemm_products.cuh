@@ -58,12 +58,15 @@ struct WarpgroupProducts {
     uint32 start;  // lower half of the descriptor of a stage
 
     __device__ __forceinline__ void take(uint32 stage, int) { start = uint32(operandDescriptor(0)) | (stage & 0x3FFFF) >> 4; }
+    // What a step of a panel adds to a descriptor.
+    static __device__ __forceinline__ uint32 placeOf(int panel, int step) {
+        return (panel * kTokens * kPanelRowBytes + step * kWgmmaDepthBytes) >> 4;
+    }
     __device__ __forceinline__ void fence() { productFence(); }
     template <bool kKeep = true>
     __device__ __forceinline__ void add(float* acc, uint32 a0, uint32 a1, uint32 a2, uint32 a3, int panel, int step) {
-        const uint32 bytes = panel * kTokens * kPanelRowBytes + step * kWgmmaDepthBytes;
         constexpr uint64 kUpper = operandDescriptor(0) >> 32 << 32;
-        RegisterProduct<kDtype, kTokens>::template add<kKeep>(acc, a0, a1, a2, a3, kUpper | (start + (bytes >> 4)));
+        RegisterProduct<kDtype, kTokens>::template add<kKeep>(acc, a0, a1, a2, a3, kUpper | (start + placeOf(panel, step)));
     }
     __device__ __forceinline__ void commit() { productCommit(); }
     template <int kPending>
