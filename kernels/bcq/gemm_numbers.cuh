@@ -132,7 +132,7 @@ __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p
     constexpr bool kAdds = S::Expansion::kAdds;
     constexpr int kLaneBytes = kAdds ? 8 : 4, kGroupBytes = kTileN / kLaneRows * kLaneBytes;  // of scales
     static_assert(S::kTileStages == 1, "a stage is a k tile");
-    constexpr int kTurnWords = S::kDtype == kBfloat16 && S::kTokens > 16 ? 1 : 2;  // what registers carry
+    constexpr int kTurnWords = (S::kDtype == kBfloat16 || S::kGroups > 6) && S::kTokens > 16 ? 1 : 2;  // what registers carry
     constexpr int kTurns = kTileWords / kTurnWords, kHalfTurns = kTurns / kHalves;
     const uint32 scales = slot + S::kPlaneBytes + own.lane / kTileQuads * kLaneBytes;
     const uint32 ofLane = xSums + place.stage * Sums::kStageBytes + own.lane % kTileQuads * 2 * sizeof(float);

@@ -4,15 +4,17 @@
 #include "../shared/wgmma.cuh"
 
 // A warp's registers: what a launch allots, in steps of 8, less what the copying warps keep, which may sum x as well. More
-// is never handed out.
+// is never handed out, and nothing where a consumer would get no step more.
 template <int kGroups, bool kConsumes, bool kSums>
 __device__ __forceinline__ void shareRegisters() {
     constexpr int kAll = QK_PROCESSOR_REGISTERS, kMost = 240, kStep = 8;
     constexpr int kKept = kSums ? 56 : kGroups <= 3 ? 40 : kGroups == 4 ? 32 : 24;  // four groups get no more for a step less
     constexpr int kLaunched = kAll / (kGroupThreads * (kGroups + 1)) / kStep * kStep;
     constexpr int kShare = (kLaunched * (kGroups + 1) - kKept) / kGroups / kStep * kStep;
-    if constexpr (kConsumes) takeRegisters<(kShare < kMost ? kShare : kMost)>();
-    else giveRegisters<kKept>();
+    if constexpr (kShare > kLaunched) {
+        if constexpr (kConsumes) takeRegisters<(kShare < kMost ? kShare : kMost)>();
+        else giveRegisters<kKept>();
+    }
 }
 
 template <int kDtype, int kTokens, int kPartners = 1>

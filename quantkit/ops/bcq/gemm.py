@@ -178,7 +178,8 @@ def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
         spilling = SPILLING.get((it.order, it.weight_bits, it.offsets_apart), ())
         known = tuple(numbers for numbers in known if numbers not in spilling)
         if it.order == Order.GRID and not it.fine:
-            known = NUMBER_SHAPES + tuple(numbers for numbers in known if numbers[0] > GEMM_NUMBER_TOKENS)
+            many = tuple(numbers for numbers in known if numbers[0] > GEMM_NUMBER_TOKENS)
+            known = NUMBER_SHAPES[it.weight_bits] + many
     paired = PAIRED_SHAPES if warpgroups else ()
     return (GemmShape(*numbers, warpgroups, 2 if numbers in paired else 1) for numbers in known)
 

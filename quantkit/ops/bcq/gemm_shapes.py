@@ -19,18 +19,27 @@ WARPGROUP_SHAPES = (
 )
 _CROWDED = {(64, 4, 1, 2), (64, 2, 2, 2)}
 # Of the shapes of warpgroups, what registers do not carry, by order, planes and whether offsets are added apart. The
-# wide shape spills a few bytes of four planes, and is the fastest in spite of it.
+# wide shapes spill a few bytes, and are the fastest in spite of it.
 SPILLING: dict[tuple[Order, int, bool], set[tuple[int, int, int, int]]] = {
-    (Order.CODES, 3, False): {(64, 2, 2, 2), (128, 4, 1, 2)},
+    (Order.CODES, 3, False): {(32, 7, 1, 2), (64, 2, 2, 2), (128, 4, 1, 2)},
     (Order.PLANES, 8, False): _CROWDED,
     (Order.PLANES, 8, True): _CROWDED,
     (Order.CODES, 8, True): _CROWDED,
 }
-NUMBER_SHAPES = (  # in the place of those of as many tokens where numbers are multiplied
-    *((16, 3, 1, 3), (16, 2, 2, 3), (16, 1, 4, 3), (16, 4, 1, 3)),
-    *((32, 3, 1, 3), (32, 2, 2, 3), (32, 1, 3, 3), (32, 1, 4, 2), (32, 4, 1, 2)),
+_NUMBERS = (
+    (16, 3, 2, 2),
+    (16, 2, 3, 2),
+    (16, 1, 4, 3),
+    (16, 7, 1, 2),
+    (32, 2, 2, 3),
+    (32, 1, 3, 3),
+    (32, 1, 4, 2),
+    (32, 4, 1, 2),
 )
-WIDE_SHAPES = ((128, 4, 1, 2),)  # of warpgroups, for few planes in the orders for batches
+# By planes, in the place of those of as many tokens where numbers are multiplied.
+NUMBER_SHAPES = {2: (*_NUMBERS, (32, 3, 2, 2), (32, 7, 1, 2)), 4: (*_NUMBERS, (32, 3, 1, 3))}
+# Of many warpgroups, for few planes in the orders for batches.
+WIDE_SHAPES = ((16, 3, 2, 2), (16, 7, 1, 2), (32, 7, 1, 2), (128, 4, 1, 2))
 NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
 PAIRED_SHAPES = ((256, 2, 1, 3),)  # whose blocks copy x for each other; smaller tiles gain nothing
 WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
