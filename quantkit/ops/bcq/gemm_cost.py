@@ -22,8 +22,8 @@ class Costs:
     expand: of a k tile and 64 rows; plane: of each of its planes; product: of the same, on top, by tokens. latency: of
     one tile, however few there are. x_bytes: that a block gets from L2 in one cycle. shared: of a segment of an item
     that blocks share; collect: of a token's 64 rows and of each other such block. phase: of each but the first.
-    row_group: of a token's 64 rows. crowded: the part of a tile's cycles that it takes where a block has many groups of
-    consumer warps, which seldom all wait.
+    row_group: of a token's 64 rows. many_groups: the part of a tile's cycles that it takes where a block has many
+    groups of consumer warps, which seldom all wait.
     """
 
     expand: int
@@ -35,7 +35,7 @@ class Costs:
     collect: int
     phase: int
     row_group: int
-    crowded: float = 1.0
+    many_groups: float = 1.0
 
 
 _PRODUCT = {16: 10, 32: 47, 64: 244, 128: 713, 256: 1600}
@@ -44,14 +44,14 @@ _PRODUCT = {16: 10, 32: 47, 64: 244, 128: 713, 256: 1600}
 # times in 15 problems, 0.3 % and 1.6 %. Since K may be split, x_bytes of planes and codes and what
 # sharing costs numbers: of an H100, in 120 problems of up to 128 tokens all orders have 0.4 % and 7 %. Planes and codes
 # with 256 tokens: of an H100, in 36 problems of 256 to 2048 tokens all orders have 0.3 % and 4 %, of their six first.
-# What is crowded: of an H200, in 60 problems of 16 tokens 0.1 % and 3 %.
+# Many groups: of an H200, in 60 problems of 16 tokens 0.1 % and 3 %.
 _COSTS = {
     Order.PLANES: Costs(391, 105, _PRODUCT, 850, 50, 6943, 0, 157, 19),
     Order.CODES: Costs(391, 75, _PRODUCT, 850, 50, 6943, 0, 157, 19, 0.93),
     Order.GRID: Costs(607, 0, {16: 0, 32: 91, 64: 321, 128: 758, 256: 1500}, 1510, 302, 4918, 4, 229, 30),
 }
 _NUMBERS = Costs(639, 0, {16: 10, 32: 89}, 2040, 716, 4760, 15, 1033, 26, 0.8)
-_MANY_GROUPS = 5
+_MANY_GROUPS = 5  # at least
 _ITEM = 1000  # of the start and the end of a whole item, in which nothing is multiplied
 
 
@@ -63,7 +63,7 @@ def cycles(it: GemmProblem, layout: GemmLayout) -> float:
     tiles = ceil(rounds * it.k_tiles / layout.splits) + ceil(layout.shared_items * it.k_tiles / layout.blocks)
     busy_groups = phases * ceil(it.n_tiles / (layout.ranges * shape.partners * GROUP_WARPS))
     tile: float = costs.expand + it.weight_bits * costs.plane + costs.product[shape.tokens]
-    tile *= costs.crowded if shape.groups >= _MANY_GROUPS else 1
+    tile *= costs.many_groups if shape.groups >= _MANY_GROUPS else 1
     step = max(busy_groups * tile, costs.latency + tile / 2, phases * shape.tokens * TILE_K * 2 / costs.x_bytes)
     shared = layout.shared_items and (1 if layout.blocks % layout.shared_items == 0 else 2)  # segments of a block
     others = max(0.0, layout.blocks / layout.shared_items - 1) if layout.shared_items else 0.0
