@@ -22,7 +22,7 @@ from quantkit.cuda.compile import (
 )
 from quantkit.cuda.source import KernelSource
 from quantkit.errors import KernelError
-from quantkit.ops.bcq.gemm_shapes import WIDE_SHAPES
+from quantkit.ops.bcq.gemm_shapes import CODE_SHAPES, WIDE_SHAPES
 from quantkit.ops.constants import SHARED_CONSTANTS
 from quantkit.ops.instances import all_units
 
@@ -178,7 +178,8 @@ def _new_in(row: Architecture) -> list[CompileUnit]:
 def _may_spill(unit: CompileUnit) -> int:
     """Bytes a thread. Fused products of many warps are the fastest in spite of a few (docs/kernels/log.md, bcq_gemm 20
     and 33)."""
-    return SPILLED_BYTES if unit.function == "bcqGemm" and unit.arguments[5:9] in WIDE_SHAPES else 0
+    wide = CODE_SHAPES + WIDE_SHAPES
+    return SPILLED_BYTES if unit.function == "bcqGemm" and unit.arguments[5:9] in wide else 0
 
 
 def _faults(batch: list[CompileUnit], row: Architecture, *, machine_code: bool) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
-from quantkit.ops.bcq.gemm_shapes import GROUP_WARPS
+from quantkit.ops.bcq.gemm_shapes import GROUP_WARPS, MANY_GROUPS
 from quantkit.ops.bcq.instances import TILE_K
 from quantkit.ops.bcq.order import Order
 
@@ -22,8 +22,8 @@ class Costs:
     expand: of a k tile and 64 rows; plane: of each of its planes; product: of the same, on top, by tokens. latency: of
     one tile, however few there are. x_bytes: that a block gets from L2 in one cycle. shared: of a segment of an item
     that blocks share; collect: of a token's 64 rows and of each other such block. phase: of each but the first.
-    row_group: of a token's 64 rows. many_groups: the part of a tile's cycles that it takes where a block has many
-    groups of consumer warps, which seldom all wait.
+    row_group: of a token's 64 rows. many_groups: the part of a tile's cycles that it takes where a block has
+    MANY_GROUPS.
     """
 
     expand: int
@@ -51,7 +51,6 @@ _COSTS = {
     Order.GRID: Costs(607, 0, {16: 0, 32: 91, 64: 321, 128: 758, 256: 1500}, 1510, 302, 4918, 4, 229, 30),
 }
 _NUMBERS = Costs(639, 0, {16: 10, 32: 89}, 2040, 716, 4760, 15, 1033, 26, 0.8)
-_MANY_GROUPS = 5  # at least
 _ITEM = 1000  # of the start and the end of a whole item, in which nothing is multiplied
 
 
@@ -62,8 +61,8 @@ def cycles(it: GemmProblem, layout: GemmLayout) -> float:
     rounds = ceil(layout.whole_items / layout.blocks)
     tiles = ceil(rounds * it.k_tiles / layout.splits) + ceil(layout.shared_items * it.k_tiles / layout.blocks)
     busy_groups = phases * ceil(it.n_tiles / (layout.ranges * shape.partners * GROUP_WARPS))
-    tile: float = costs.expand + it.weight_bits * costs.plane + costs.product[shape.tokens]
-    tile *= costs.many_groups if shape.groups >= _MANY_GROUPS else 1
+    part = costs.many_groups if shape.groups >= MANY_GROUPS else 1.0
+    tile = part * (costs.expand + it.weight_bits * costs.plane + costs.product[shape.tokens])
     step = max(busy_groups * tile, costs.latency + tile / 2, phases * shape.tokens * TILE_K * 2 / costs.x_bytes)
     shared = layout.shared_items and (1 if layout.blocks % layout.shared_items == 0 else 2)  # segments of a block
     others = max(0.0, layout.blocks / layout.shared_items - 1) if layout.shared_items else 0.0

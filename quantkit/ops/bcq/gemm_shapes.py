@@ -9,6 +9,7 @@ from quantkit.ops.bcq.instances import FLOAT_BYTES, GEMM_MOST_STAGES, PANEL_K, T
 from quantkit.ops.bcq.order import Order
 
 GROUP_WARPS = 4
+MANY_GROUPS = 5  # of consumer warps in a block, at least: seldom all wait
 _PANEL_ROW_BYTES = PANEL_K * 2
 # (tokens, row groups, phases, slots) of an instance's tile, block and rings.
 WARPGROUP_SHAPES = (
@@ -27,19 +28,13 @@ SPILLING: dict[tuple[Order, int, bool], set[tuple[int, int, int, int]]] = {
     (Order.CODES, 8, True): _CROWDED,
 }
 _NUMBERS = (
-    (16, 3, 2, 2),
-    (16, 2, 3, 2),
-    (16, 1, 4, 3),
-    (16, 7, 1, 2),
-    (32, 2, 2, 3),
-    (32, 1, 3, 3),
-    (32, 1, 4, 2),
-    (32, 4, 1, 2),
+    *((16, 3, 2, 2), (16, 2, 3, 2), (16, 1, 4, 3), (16, 7, 1, 2)),
+    *((32, 2, 2, 3), (32, 1, 3, 3), (32, 1, 4, 2), (32, 4, 1, 2)),
 )
 # By planes, in the place of those of as many tokens where numbers are multiplied.
 NUMBER_SHAPES = {2: (*_NUMBERS, (32, 3, 2, 2), (32, 7, 1, 2)), 4: (*_NUMBERS, (32, 3, 1, 3))}
-# Of many warpgroups, for few planes in the orders for batches.
-WIDE_SHAPES = ((16, 3, 2, 2), (16, 7, 1, 2), (32, 7, 1, 2), (128, 4, 1, 2))
+WIDE_SHAPES = ((128, 4, 1, 2),)  # of warpgroups, for few planes in the orders for batches
+CODE_SHAPES = ((16, 3, 2, 2), (16, 7, 1, 2), (32, 7, 1, 2))  # the same, of codes alone
 NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
 PAIRED_SHAPES = ((256, 2, 1, 3),)  # whose blocks copy x for each other; smaller tiles gain nothing
 WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
@@ -108,8 +103,9 @@ def whole_stages(shape: GemmShape, room: int) -> int:
 
     Phases take tiles in turn, and a stage is always of the same phase: one that is ahead cannot take a stage for filled
     that another phase still waits for, as the parity of a barrier tells two fillings apart and no more. There are two
-    at least, as within a tile the next is waited for before one is given back.
+    at least, as within a tile the next is waited for before one is given back; with many groups two for each phase, as
+    they take longer than few where all wait for the next k tile of x.
     """
     round_stages = shape.phases * shape.tile_stages if shape.phases > 1 else 1
     stages = min(GEMM_MOST_STAGES, room) // round_stages * round_stages
-    return stages if stages > 1 else 0
+    return stages if stages >= (2 * round_stages if shape.groups >= MANY_GROUPS else 2) else 0
