@@ -72,6 +72,7 @@ __device__ __forceinline__ void numbersOf(uint32 word, int s, uint32 (&pairs)[kW
 template <bool kAdds, int kDtype>
 struct GridLevels {
     static constexpr int kScales = 1, kRowBytes = 16;
+    static constexpr bool kOffsets = kAdds;
     uint32 step, rest, offset;  // rest: of the step in bf16
 
     static __device__ __forceinline__ void make(uint32 tables, int row, const float* scale, float added) {
@@ -116,8 +117,9 @@ struct GridWords {
         for (int i = 0; i < kBits; ++i) words[i] = codes[i];
     }
     // The four pairs of word s.
-    template <bool kAdds, int kDtype>
+    template <bool kWoven = false, bool kAdds, int kDtype>
     __device__ __forceinline__ void expand(const GridLevels<kAdds, kDtype>& levels, int s, uint32 (&pairs)[kWordPairs]) const {
+        static_assert(!kWoven, "bytes are those of levels by planes");
         const uint32 whole = words[s / Places::kWords], turned = __byte_perm(whole, 0, kSwapBytes);
 #pragma unroll
         for (int i = 0; i < kWordPairs; ++i) {

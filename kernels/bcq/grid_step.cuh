@@ -51,6 +51,8 @@ struct GridProduct {
         }
     }
 
+    __device__ __forceinline__ void begin() {}
+
     __device__ __forceinline__ uint32 wordOf(int row, int half, int word) const {
         const uint4& four = codes[word / Places::kWords];
         return row ? (half ? four.w : four.y) : (half ? four.z : four.x);

@@ -18,17 +18,52 @@
 // The tiles of a warp in one pass over a block's k tiles.
 template <int kWarps>
 struct Share {
-    int pass, width, nTile, k, left;  // width: k tiles of the pass; of the next tile: its n tile, its place in the pass
+    int width, nTile, k, left;  // width: k tiles of the pass; of the next tile: its n tile, its place in the pass
 
-    __device__ __forceinline__ Share(int pass, int passTiles, int kTiles, int nTiles) : pass(pass) {
+    __device__ __forceinline__ Share(int pass, int passTiles, int kTiles, int nTiles) {
         width = min(passTiles, kTiles - pass * passTiles);
         const int warp = threadIdx.x / kWarpSize, all = nTiles * width, first = warp * all / kWarps;
         left = (warp + 1) * all / kWarps - first;
         nTile = first / width, k = first - nTile * width;
     }
-    __device__ __forceinline__ void advance() {
-        --left;
-        if (++k == width) k = 0, ++nTile;
+};
+
+// The tiles that a warp asks for, those of a pass in turn.
+template <class S, int kWarps>
+struct TilesAhead {
+    static constexpr bool kFewScales = Weights<S>::kMostScaleVectors <= kWarpSize;  // of a tile: a vector for each lane
+    const Weights<S>& weights;
+    const uint4* codes;  // of the next tile, plus the lane
+    int nTile, k, width, end, left;  // end: of the pass, from the start of the row
+    const uint32 segment, vector;    // of the lane's scales: of a tile, of a group
+    const bool scales;               // whether it has some
+
+    __device__ __forceinline__ explicit TilesAhead(const Weights<S>& weights)
+        : weights(weights), segment(weights.lane * weights.vectorMagic >> 16), vector(weights.lane - segment * weights.groupVectors),
+          scales(segment < S::kTileSegments) {}
+
+    __device__ __forceinline__ void begin(const Share<kWarps>& share, int firstTile) {
+        nTile = share.nTile, k = firstTile + share.k, width = share.width, end = firstTile + width, left = share.left;
+        codes = weights.signs + size_t(nTile * weights.kTiles + k) * S::kSignVectors;
+    }
+    // Ask for the next tile, if there is one. Without a branch where scales are few, as a warp waits for each.
+    __device__ __forceinline__ void fetch(uint32 stage) {
+        const uint32 target = stage + weights.lane * kVectorBytes;
+        const bool present = left > 0;
+#pragma unroll
+        for (int i = 0; i < S::kBits; ++i) copyAsyncOnce16If(target + i * kWarpSize * kVectorBytes, codes + i * kWarpSize, present);
+        if constexpr (kFewScales) {
+            const uint32 group = nTile * weights.groups + weights.groupOf(k * S::kTileSegments + segment);
+            copyAsync16If(target + S::kSignBytes, weights.scales + (group * weights.groupVectors + vector), present && scales);
+        } else if (present) {
+            const uint32 tile = nTile * weights.kTiles + k;
+            if (weights.linear) weights.fetchScales(target + S::kSignBytes, tile);
+            else weights.fetchScales(target + S::kSignBytes, tile, nTile, 1);
+        }
+        copyCommit();
+        const bool last = k + 1 == end;
+        codes += (last ? weights.kTiles - width + 1 : 1) * S::kSignVectors;
+        k += last ? 1 - width : 1, nTile += last, --left;
     }
 };
 
@@ -76,20 +111,15 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
     unsigned char* xSums = records + Product::kSets * setBytes;
     float* sums = reinterpret_cast<float*>(xSums + p.passTiles * Product::kSumBytes);
 
-    Share<kWarps> ahead(0, p.passTiles, ownTiles, nTiles);  // of the tile fetched next
-    auto fetchTile = [&](uint32 stage) {
-        while (ahead.left == 0 && ahead.pass + 1 < passes) {
-            ahead = Share<kWarps>(ahead.pass + 1, p.passTiles, ownTiles, nTiles);
-        }
-        if (ahead.left > 0) {
-            const int tile = ahead.nTile * kTiles + firstTile + ahead.pass * p.passTiles + ahead.k;
-            weights.fetch(stage, tile, ahead.nTile, 1);
-            ahead.advance();
-        }
-        copyCommit();
+    TilesAhead<S, kWarps> ahead(weights);
+    auto beginPass = [&](int pass, uint32 stage) {
+        const Share<kWarps> own(pass, p.passTiles, ownTiles, nTiles);
+        ahead.begin(own, firstTile + pass * p.passTiles);
+        ahead.fetch(stage);
+        if (stageCount > 1) ahead.fetch(stage == firstStage ? pinned(firstStage + stageBytes) : firstStage);
+        return own;
     };
-    fetchTile(firstStage);
-    if (stageCount > 1) fetchTile(pinned(firstStage + stageBytes));
+    Share<kWarps> own = beginPass(0, firstStage);
     for (int i = threadIdx.x; i < slots * kWarps * kTileSums; i += kThreads) sums[i] = 0.0f;
     if (clusterBlocks() > 1) {
         if (threadIdx.x == 0) mailbox.prepare();
@@ -104,29 +134,34 @@ __device__ __forceinline__ void multiplyLevels(const Problem& p) {
     float* ownSums = sums + warp * slots * kTileSums;
     uint32 stage = firstStage;
     for (int pass = 0; pass < passes; ++pass) {
-        Share<kWarps> own(pass, p.passTiles, ownTiles, nTiles);
+        if (pass > 0) own = beginPass(pass, stage);
         const uint32 firstRecord = sharedAddress(records), firstSum = sharedAddress(xSums);
         makePairRecords<Record, kAhead>(x, piece, own.width * kWordsPerTileRow, records, setBytes);
         piece.first += p.passTiles * kTileK;
         __syncthreads();
         Product::template prepare<kWarps>(firstRecord, setBytes, own.width, firstSum);
-        const uint32 place = pinned(firstRecord + lane * kVectorBytes);
         float* target = ownSums + (own.nTile - firstNTileOf<kWarps>(warp, nTiles)) * kTileSums;
+        uint32 k = own.k, left = own.left;
 #pragma unroll 1
-        while (own.left > 0) {
-            if (stageCount == 1) copyWait<0>();
-            else copyWait<1>();
-            __syncwarp();  // every lane's copies are there, and the levels of the tile before were read
-            product.take(stage);
-            __syncwarp();
-            fetchTile(stage);
-            if (stageCount > 1) stage = stage == firstStage ? firstStage + stageBytes : firstStage;
-            product.multiplyTile(place + own.k * Record::kBytes, setBytes, firstSum + own.k * Product::kSumBytes);
-            own.advance();
-            if (own.k == 0 || own.left == 0) {
-                product.flush(target, lane);
-                target += kTileSums;
-            }
+        while (left > 0) {
+            uint32 count = min(own.width - k, left), place = firstRecord + lane * kVectorBytes + k * Record::kBytes;
+            uint32 xSum = firstSum + k * Product::kSumBytes;
+            left -= count, k = 0;
+#pragma unroll 1
+            do {
+                if (stageCount == 1) copyWait<0>();
+                else copyWait<1>();
+                __syncwarp();  // every lane's copies are there, and the levels of the tile before were read
+                product.take(stage);
+                __syncwarp();
+                product.begin();
+                ahead.fetch(stage);
+                if (stageCount > 1) stage = stage == firstStage ? firstStage + stageBytes : firstStage;
+                product.multiplyTile(place, setBytes, xSum);
+                place += Record::kBytes, xSum += Product::kSumBytes;
+            } while (--count > 0);
+            product.flush(target, lane);
+            target += kTileSums;
         }
         __syncthreads();
     }

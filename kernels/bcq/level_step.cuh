@@ -32,7 +32,8 @@ template <int kOrder, int kBits, int kSegment, int kTokens_, bool kAdds, int kDt
 struct LevelProduct {
     using Expansion = typename ExpansionOf<kOrder, kBits, kAdds, kDtype>::Type;
     using Row = typename Expansion::Row;
-    using Record = PairRecord<false>;
+    static constexpr bool kWoven = kOrder == kCodeOrder && kBits >= 3;  // levels.cuh
+    using Record = PairRecord<false, kWoven>;
     using Shape = StepShape<kBits, kSegment, kAnyScaleBits, 1, Row::kScales>;
     using Maker = TableMaker<Row>;
     using Words = typename Expansion::Words;
@@ -45,6 +46,7 @@ struct LevelProduct {
     uint32 vector, tables, row;
     const Maker maker;
     uint4 codes[kBits];  // of the tile at hand
+    Row upper, lower;    // levels of rows g and g + 8
     float sums[kChains][kSets][4] = {};
 
     // tables: shared address of the warp's kTableBytes.
@@ -58,10 +60,16 @@ struct LevelProduct {
 
     // Read a tile from the stage at this shared address, which may be filled again when all lanes have.
     __device__ __forceinline__ void take(uint32 stage) {
-        maker.make(stage + Shape::kSignBytes, tables);
 #pragma unroll
         for (int i = 0; i < kBits; ++i) codes[i] = loadShared16(stage + vector + i * kWarpSize * kVectorBytes);
+        maker.make(stage + Shape::kSignBytes, tables);
     }
+
+    __device__ __forceinline__ void loadLevels(uint32 segment) {
+        upper.load(segment, row), lower.load(segment, row + kTileN / kLaneRows);
+    }
+    // Behind take and a barrier of the warp: what multiplyTile needs first.
+    __device__ __forceinline__ void begin() { loadLevels(tables); }
 
     // place: of the lane's vectors of the tile's record of the first set; setBytes: to the next set's; then the shared
     // address of the tile's sums of x [segment][token].
@@ -83,16 +91,12 @@ struct LevelProduct {
     __device__ __forceinline__ void multiplyHalf(const Words& upperWords, const Words& lowerWords, uint32 halfTables,
                                                  uint32 place, int half, uint32 setBytes) {
         constexpr int kSegmentWords = kWordsPerTileRow / kTileSegments;
-        Row upper, lower;
 #pragma unroll
         for (int word = 0; word < kChunkWords; ++word) {
-            if (word % kSegmentWords == 0) {
-                const uint32 own = halfTables + word / kSegmentWords * Maker::kSegmentTable;
-                upper.load(own, row), lower.load(own, row + kTileN / kLaneRows);
-            }
+            if (word % kSegmentWords == 0 && half + word > 0) loadLevels(halfTables + word / kSegmentWords * Maker::kSegmentTable);
             uint32 a[kWordPairs], b[kWordPairs];
-            upperWords.expand(upper, word, a);
-            lowerWords.expand(lower, word, b);
+            upperWords.template expand<kWoven>(upper, word, a);
+            lowerWords.template expand<kWoven>(lower, word, b);
 #pragma unroll
             for (int set = 0; set < kSets; ++set) {
                 const uint4 x = Record::load(place + set * setBytes, half, word);

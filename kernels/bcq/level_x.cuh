@@ -5,11 +5,17 @@
 constexpr int kProductTokens = 8;  // columns of B
 constexpr int kTileHalves = 2, kHalfWords = kWordsPerTileRow / kTileHalves;
 
+// The first elements of two pairs, and their second ones.
+__device__ __forceinline__ void weave(uint32& first, uint32& second) {
+    const uint32 own = first;
+    first = __byte_perm(own, second, 0x5410), second = __byte_perm(own, second, 0x7632);
+}
+
 // A record holds one k tile of eight tokens:
 //   [half][word s][lane = 4 token + t] uint4, one vector of padding behind a word's
 //     pairs 0 .. 3 of a lane's word s (level_codes.cuh): columns 128 half + 32 s + 8 i + 2 t of the token and the next
-// kSwap: pairs 1 and 2 change places.
-template <bool kSwap>
+// kSwap: pairs 1 and 2 change places. kWoven: as in levels.cuh.
+template <bool kSwap, bool kWoven = false>
 struct PairRecord {
     // Neighbouring lanes write neighbouring words of a token: with the padding they meet in no bank.
     static constexpr int kWordBytes = (kWarpSize + 1) * int(sizeof(uint4)), kHalf = kHalfWords * kWordBytes;
@@ -19,9 +25,10 @@ struct PairRecord {
         unsigned char* to = record + word * kWordBytes + token * kTileQuads * sizeof(uint4);
 #pragma unroll
         for (int t = 0; t < kTileQuads; ++t) {  // pair i: registers 4 i + t
-            const uint32 second = x.pairs[4 + t], third = x.pairs[8 + t];
+            uint32 pair[4] = {x.pairs[t], x.pairs[4 + t], x.pairs[8 + t], x.pairs[12 + t]};
+            if constexpr (kWoven) weave(pair[0], pair[1]), weave(pair[2], pair[3]);
             *reinterpret_cast<uint4*>(to + t * sizeof(uint4)) =
-                make_uint4(x.pairs[t], kSwap ? third : second, kSwap ? second : third, x.pairs[12 + t]);
+                make_uint4(pair[0], pair[kSwap ? 2 : 1], pair[kSwap ? 1 : 2], pair[3]);
         }
     }
     // place: shared address of the lane's vectors of a record.

@@ -96,8 +96,18 @@ struct PlaneBlock {
     }
 };
 
-// The four pairs of word s of a block.
-template <class Block>
+// Low and high bytes of four 16-bit floats -> the pair of the first and third, and that of the second and fourth. The former is what
+// both have in sum, less the latter: multiply-adds, which have a pipe of their own.
+__device__ __forceinline__ void weaveBytes(uint32 low, uint32 high, uint32& even, uint32& odd) {
+    odd = __byte_perm(low, high, 0x7351);
+    uint32 both;
+    asm("mad.lo.u32 %0, %1, 256, %2;" : "=r"(both) : "r"(high), "r"(low));
+    asm("mad.lo.u32 %0, %1, -256, %2;" : "=r"(even) : "r"(odd), "r"(both));
+}
+
+// The four pairs of word s of a block. kWoven: in the place of pairs 2 i and 2 i + 1 one of their first elements, and one of their
+// second ones.
+template <bool kWoven, class Block>
 __device__ __forceinline__ void expandBlock(const Block& block, const uint4& table, int s, uint32 (&pairs)[kWordPairs]) {
     const uint32 first = block.selector(s), second = upperHalf(first);
     const uint32 low[2] = {selectBytes(table.x, table.y, first), selectBytes(table.x, table.y, second)};
@@ -105,8 +115,12 @@ __device__ __forceinline__ void expandBlock(const Block& block, const uint4& tab
     if constexpr (Block::kSigns) high[0] ^= block.negative(s, false), high[1] ^= block.negative(s, true);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        pairs[2 * i] = __byte_perm(low[i], high[i], 0x5140);
-        pairs[2 * i + 1] = __byte_perm(low[i], high[i], 0x7362);
+        if constexpr (kWoven) {
+            weaveBytes(low[i], high[i], pairs[2 * i], pairs[2 * i + 1]);
+        } else {
+            pairs[2 * i] = __byte_perm(low[i], high[i], 0x5140);
+            pairs[2 * i + 1] = __byte_perm(low[i], high[i], 0x7362);
+        }
     }
 }
 
@@ -171,7 +185,7 @@ struct PlaneWords {
         if constexpr (kBits > kBlockPlanes) second.take(planes + kBlockPlanes);
     }
     // The four pairs of word s.
-    template <bool kAdds, int kDtype>
+    template <bool kWoven = false, bool kAdds, int kDtype>
     __device__ __forceinline__ void expand(const Levels<kBits, kAdds, kDtype>& levels, int s,
                                            uint32 (&pairs)[kWordPairs]) const {
         if constexpr (kBits == 1) {
@@ -190,10 +204,10 @@ struct PlaneWords {
                 pairs[2 * i + 1] = selectBytes(levels.first.x, levels.first.y, upperHalf(selector));
             }
         } else {
-            expandBlock(first, levels.first, s, pairs);
+            expandBlock<kWoven>(first, levels.first, s, pairs);
             if constexpr (kBits > kBlockPlanes) {
                 uint32 more[kWordPairs];
-                expandBlock(second, levels.second, s, more);
+                expandBlock<kWoven>(second, levels.second, s, more);
 #pragma unroll
                 for (int i = 0; i < kWordPairs; ++i) pairs[i] = addPairs<kDtype>(pairs[i], more[i]);
             }
@@ -232,19 +246,21 @@ struct TableMaker {
     }
     __device__ __forceinline__ void make(uint32 scales, uint32 tables) const {
         uint32 from = scales + entry, to = tables + table;
+        int left = rounds;
 #pragma unroll 1
-        for (int i = 0; i < rounds; ++i, from += nextEntry, to += 2 * kSegmentTable) {
+        do {
             float scale[kScales], offset = 0.0f;
             if (scaleBits == 16) {
 #pragma unroll
                 for (int b = 0; b < kScales; ++b) scale[b] = halfToFloat(loadShared2(from + b * 4));
-                if (entries > kScales) offset = halfToFloat(loadShared2(from + kScales * 4));
+                if (Row::kOffsets || entries > kScales) offset = halfToFloat(loadShared2(from + kScales * 4));
             } else {
 #pragma unroll
                 for (int b = 0; b < kScales; ++b) scale[b] = float(loadShared1(from + b * 2));
-                if (entries > kScales) offset = float(int8(loadShared1(from + kScales * 2)));
+                if (Row::kOffsets || entries > kScales) offset = float(int8(loadShared1(from + kScales * 2)));
             }
             Row::make(to, row, scale, offset);
-        }
+            from += nextEntry, to += 2 * kSegmentTable;
+        } while (--left > 0);
     }
 };

@@ -1,6 +1,7 @@
-// One-instruction wrappers: tensor cores, asynchronous copies, stores under a condition, launch dependencies. The only
-// file with such PTX.
+// One-instruction wrappers: tensor cores, stores under a condition, launch dependencies. With copies.cuh the only file with
+// such PTX.
 #pragma once
+#include "copies.cuh"
 #include "pairs.cuh"
 
 // D = C + popcount(A and B) on 16 x kBits by kBits x 8 bit matrices, one warp.
@@ -183,37 +184,6 @@ __device__ __forceinline__ void keepInRegister(Value& value) {
     } else {
         asm("" : "+r"(value));
     }
-}
-
-__device__ __forceinline__ uint32 sharedAddress(const void* pointer) {
-    return static_cast<uint32>(__cvta_generic_to_shared(pointer));
-}
-
-// Copy 16 bytes from global to shared memory, past L1; complete after copyWait in the issuing thread.
-__device__ __forceinline__ void copyAsync16(uint32 shared, const void* global) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-
-// The same of bytes that nothing reads again: they leave L2 before others do.
-__device__ __forceinline__ void copyAsyncOnce16(uint32 shared, const void* global) {
-    uint64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy)
-                 : "memory");
-}
-
-// As copyAsync16, or 16 zero bytes.
-__device__ __forceinline__ void copyAsync16Or0(uint32 shared, const void* global, bool present) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(present ? 16 : 0)
-                 : "memory");
-}
-
-__device__ __forceinline__ void copyCommit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Wait until at most kPending of this thread's newest groups are unfinished.
-template <int kPending>
-__device__ __forceinline__ void copyWait() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 // Store 16 bytes, or nothing. Without a branch, and without ordering other accesses, so that the loads of what is stored
