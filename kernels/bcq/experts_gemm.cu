@@ -27,10 +27,10 @@ __device__ __forceinline__ void multiplyExperts(const ExpertsProblem& p) {
     const Consumer own = Consumer::of<Products::kCollective, S::kRowGroups>(warp, lane);
     ExpertsRing<S> ring(p, work, own.phase, own.tile);
     const uint32 tableBytes = p.segments * S::kSegmentTable, allTables = rings + S::kGroups * kGroupWarps * ring.bytes();
-    TilePlace<S> at(rings + warp * ring.bytes(), allTables + warp * 2 * tableBytes, tableBytes);
-    uint32 laneBytes = lane * kVectorBytes;
-    keepInRegister(laneBytes);
-    ring.begin(at.firstSlot, laneBytes);
+    uint32 ownRing = rings + warp * ring.bytes() + lane * kVectorBytes;
+    keepInRegister(ownRing);  // NVRTC 13.0 builds no valid copy to an address that is partly uniform
+    TilePlace<S> at(ownRing, ring.slotBytes, allTables + warp * 2 * tableBytes, tableBytes);
+    ring.begin(ownRing);
     const uint32 sums = work.parts > 1 ? stages : allTables + S::kGroups * kGroupWarps * 2 * tableBytes;
     const TableMaker<typename S::Row> maker(lane, p.entries, p.scaleBits, p.segments);
     StagePlace first{0, 0};  // of the item
@@ -40,12 +40,11 @@ __device__ __forceinline__ void multiplyExperts(const ExpertsProblem& p) {
         place.advance(own.phase * S::kTileStages, p.stages);
         copyWait<S::kSlots - 2>();
         __syncwarp();
-        maker.make(at.slot + S::kPlaneBytes, at.tables);
+        maker.make(at.slot + S::kPlaneBytes - lane * kVectorBytes, at.tables);
 #pragma unroll 1
         for (int k = own.phase; k < work.ownTiles; k += S::kPhases) {
             multiplyTile<S, Products>(acc, p, own, at, ring, maker, barriers, stages, place);
-            at.advance(ring.slotBytes);
-            place.advance((S::kPhases - 1) * S::kTileStages, p.stages);
+            at.advance();
         }
         first.skip(work.ownTiles * S::kTileStages, p.stages);
         if (i == work.firstItem) waitForPriorKernels();  // which may read y

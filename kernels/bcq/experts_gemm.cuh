@@ -62,8 +62,6 @@ struct ExpertsRing {
     const ExpertsWork& work;
     const int phase, tile;                // tile: the warp's n tile within a range
     const uint32 groupVectors, scaleVectors, slotBytes;
-    uint32 fill, start, end;              // of the slots; plus the lane's bytes in a register, as NVRTC 13.0 builds no
-                                          // valid copy to an address that is partly uniform
     const uint4 *planes, *scales;         // of the next tile, plus the lane; scales of the n tile where groups differ
     int item, kTile;
     bool present;
@@ -74,12 +72,11 @@ struct ExpertsRing {
           item(work.firstItem) {}
 
     __device__ __forceinline__ uint32 bytes() const { return S::kSlots * slotBytes; }
-    __device__ __forceinline__ void begin(uint32 ring, uint32 laneBytes) {
-        fill = start = ring + laneBytes;
-        end = start + bytes();
+    // ring: of the first slot, plus the lane's bytes.
+    __device__ __forceinline__ void begin(uint32 ring) {
         if (item < work.items) enterItem();
 #pragma unroll 1
-        for (int i = 0; i < S::kSlots - 1; ++i) fetch();
+        for (int i = 0; i < S::kSlots - 1; ++i) fetch(ring + i * slotBytes);
     }
     __device__ __forceinline__ void enterItem() {
         const WorkItem next = workItem(p, item);
@@ -90,8 +87,7 @@ struct ExpertsRing {
         scales = p.scales + own * p.groups * groupVectors + (p.groupMagic == 0 ? first * scaleVectors + lane : 0);
         kTile = phase;
     }
-    __device__ __forceinline__ void copyScales(uint32 lane) {
-        const uint32 target = fill + S::kPlaneBytes;
+    __device__ __forceinline__ void copyScales(uint32 lane, uint32 target) {
         if (p.groupMagic == 0) {
 #pragma unroll 1
             for (uint32 v = 0; lane + v < scaleVectors; v += kWarpSize) copyAsync16(target + v * kVectorBytes, scales + v);
@@ -105,14 +101,14 @@ struct ExpertsRing {
             copyAsync16(target + (v - lane) * kVectorBytes, scales + (group * groupVectors + v - segment * groupVectors));
         }
     }
-    // Fill the next slot with the next tile, if there is one.
-    __device__ __forceinline__ void fetch() {
+    // Fill a slot with the next tile, if there is one.
+    __device__ __forceinline__ void fetch(uint32 slot) {
         if (item < work.items) {
             if (present) {
 #pragma unroll
-                for (int i = 0; i < S::kPlaneVectors; i += kWarpSize) copyAsyncOnce16(fill + i * kVectorBytes, planes + i);
+                for (int i = 0; i < S::kPlaneVectors; i += kWarpSize) copyAsyncOnce16(slot + i * kVectorBytes, planes + i);
                 planes += S::kPhases * S::kPlaneVectors;
-                copyScales(threadIdx.x % kWarpSize);
+                copyScales(threadIdx.x % kWarpSize, slot + S::kPlaneBytes);
             }
             kTile += S::kPhases;
             if (kTile >= work.ownTiles) {
@@ -121,7 +117,5 @@ struct ExpertsRing {
             }
         }
         copyCommit();
-        fill += slotBytes;
-        if (fill == end) fill = start;
     }
 };

@@ -77,19 +77,29 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     const Consumer own = Consumer::of<!kByWarp, S::kRowGroups>(warp, lane);
     WeightRing<S> ring(p, own.phase, own.tile);
     const uint32 tableBytes = kNumbers ? 0 : p.segments * S::kSegmentTable, allTables = rings + kRings * ring.bytes();
-    TilePlace<S> at(rings + warp * ring.bytes(), allTables + warp * 2 * tableBytes, tableBytes);
-    uint32 laneBytes = lane * kVectorBytes;
-    keepInRegister(laneBytes);
-    ring.begin(at.firstSlot, laneBytes);
+    uint32 ownRing = rings + warp * ring.bytes() + lane * kVectorBytes;
+    keepInRegister(ownRing);  // NVRTC 13.0 builds no valid copy to an address that is partly uniform
+    TilePlace<S> at(ownRing, ring.slotBytes, allTables + warp * 2 * tableBytes, tableBytes);
+    ring.begin(ownRing);
     const uint32 sums = allTables + kRings * 2 * tableBytes, sumsOfX = sums + sumBytes<S>(p);
     const TableMaker<typename S::Row> maker(lane, p.entries, p.scaleBits, p.segments);
     if constexpr (!kNumbers) {
         copyWait<S::kSlots - 2>();
         __syncwarp();
-        maker.make(at.slot + S::kPlaneBytes, at.tables);
+        maker.make(at.slot + S::kPlaneBytes - lane * kVectorBytes, at.tables);
     }
     StagePlace place{0, 0};
     place.advance(own.phase * S::kTileStages, p.stages);
+    // The loop over k tiles, with nothing in it that a tile seldom needs: a warp waits for every branch that it takes.
+    const auto repeat = [&](int count, auto multiply) {
+#pragma unroll 1
+        do {
+            multiply();
+            at.advance();
+        } while (--count > 0);
+    };
+    // Where registers carry no count.
+    constexpr bool kOneByOne = kNumbers ? S::kTokens > 16 : S::kGroups > 3 && (S::kTokens > 64 || S::kBits > kBlockPlanes);
     int k = own.phase;  // phases take the block's k tiles in turn, across its segments
 #pragma unroll 1
     for (int index = 0;; ++index) {
@@ -98,19 +108,29 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
         const Segment segment = work.segment(p, index);
         float acc[S::kTokens / 2] = {};
 #pragma unroll 1
-        for (; k < segment.tiles; k += S::kPhases) {
+        while (k < segment.tiles) {  // tiles up to the end of this segment, or of that from which the ring is filled
+            const int count = kOneByOne ? 1 : min((segment.tiles - k + S::kPhases - 1) / S::kPhases, ring.tilesLeft());
+            k += count * S::kPhases;
             if constexpr (kNumbers) {
-                copyWait<S::kSlots - 2>();
-                __syncwarp();  // this tile is there for all lanes, and all have read the slot that is filled next
-                ring.fetch();
-                multiplyNumbers<S>(acc, p, own, at.slot, barriers, stages, sumsOfX, place);
+                repeat(count, [&] {
+                    copyWait<S::kSlots - 2>();
+                    __syncwarp();  // this tile is there for all lanes, and all have read the slot that is filled next
+                    ring.fetch(at.free);
+                    multiplyNumbers<S>(acc, p, own, at.slot, barriers, stages, sumsOfX, place);
+                });
+            } else if constexpr (S::kBothForms && S::kTokens > 32) {  // registers carry the sums of one loop alone
+                repeat(count, [&] {
+                    if (p.segments > kTileWords / kChunkWords) multiplyTile<S, Products, true>(acc, p, own, at, ring, maker, barriers, stages, place);
+                    else multiplyTile<S, Products>(acc, p, own, at, ring, maker, barriers, stages, place);
+                });
             } else if (S::kFine || (S::kBothForms && p.segments > kTileWords / kChunkWords)) {
-                multiplyTile<S, Products, S::kFine || S::kBothForms>(acc, p, own, at, ring, maker, barriers, stages, place);
+                repeat(count, [&] {
+                    multiplyTile<S, Products, S::kFine || S::kBothForms>(acc, p, own, at, ring, maker, barriers, stages, place);
+                });
             } else {
-                multiplyTile<S, Products>(acc, p, own, at, ring, maker, barriers, stages, place);
+                repeat(count, [&] { multiplyTile<S, Products>(acc, p, own, at, ring, maker, barriers, stages, place); });
             }
-            at.advance(ring.slotBytes);
-            place.advance((S::kPhases - 1) * S::kTileStages, p.stages);
+            ring.passed(count);
         }
         k -= segment.tiles;
         if (index == 0) waitForPriorKernels();  // which may read y, write the residual or use the partials' memory

@@ -134,17 +134,16 @@ __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p
     static_assert(S::kTileStages == 1, "a stage is a k tile");
     constexpr int kTurnWords = (S::kDtype == kBfloat16 || S::kGroups > 6) && S::kTokens > 16 ? 1 : 2;  // what registers carry
     constexpr int kTurns = kTileWords / kTurnWords, kHalfTurns = kTurns / kHalves;
-    const uint32 scales = slot + S::kPlaneBytes + own.lane / kTileQuads * kLaneBytes;
+    const uint32 scales = slot + S::kPlaneBytes + own.lane / kTileQuads * kLaneBytes - own.lane * kVectorBytes;
     const uint32 ofLane = xSums + place.stage * Sums::kStageBytes + own.lane % kTileQuads * 2 * sizeof(float);
     // With sums for each half, where registers carry them, a turn waits for the products of the one before it alone, and a half
     // is added while the next one's run.
     constexpr int kParts = S::kGroups <= 3 ? kHalves : 1;
-    const uint32 codes = slot + own.lane * kVectorBytes;
     TurnNumbers<S::kBits, S::kDtype, kTurnWords> numbers[2];
     uint2 words[S::kBits];
     float part[kParts][S::kTokens / 2];
     NumberProducts<S> products;
-    numbers[0].expand(words, codes, 0);
+    numbers[0].expand(words, slot, 0);
     barrierWait(barriers + place.stage * sizeof(uint64), place.parity);
     products.take(stages + place.stage * S::kStageBytes);
     const auto meetSums = [&](int half) {
@@ -170,12 +169,12 @@ __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p
         const bool last = turn + 1 == kTurns, waits = kParts == 1 || last;
         const int ended = waits ? turn + 1 : turn;  // turns whose products have ended
         if (!waits && ended > 0) products.template wait<1>();
-        if (!last) numbers[(turn + 1) % 2].expand(words, codes, turn + 1);
+        if (!last) numbers[(turn + 1) % 2].expand(words, slot, turn + 1);
         if (waits) products.template wait<0>();
         if (ended > 0 && ended % kHalfTurns == 0) meetSums(ended / kHalfTurns - 1);
     }
     const uint32 read = barriers + (kMostStages + place.stage) * sizeof(uint64);
-    place.advance(1, p.stages);
+    place.advance(S::kPhases, p.stages);
     __syncwarp();
     if (own.signals) barrierArrive(read);
 }

@@ -23,19 +23,23 @@ struct Consumer {
     }
 };
 
-// Where a consumer warp is in shared memory: the slot of its tile, that tile's tables and those of the next one.
+// Where a consumer warp is in shared memory: the slot of its tile, and that which is filled meanwhile, where the tile before was, plus
+// what a lane reads and copies first; its tile's tables and those of the next one.
 template <class S>
 struct TilePlace {
-    uint32 slot, firstSlot, tables, otherTables;
+    const uint32 slotBytes, firstSlot;
+    uint32 slot, free, tables, otherTables;
 
-    __device__ __forceinline__ TilePlace(uint32 ring, uint32 tables, uint32 tableBytes)
-        : slot(ring), firstSlot(ring), tables(tables), otherTables(tables + tableBytes) {}
-    __device__ __forceinline__ uint32 nextSlot(uint32 slotBytes) const {
+    __device__ __forceinline__ TilePlace(uint32 ring, uint32 slotBytes, uint32 tables, uint32 tableBytes)
+        : slotBytes(slotBytes), firstSlot(ring), slot(ring), free(ring + (S::kSlots - 1) * slotBytes), tables(tables),
+          otherTables(tables + tableBytes) {}
+    __device__ __forceinline__ uint32 nextSlot() const {
+        if constexpr (S::kSlots == 2) return free;
         return slot == firstSlot + (S::kSlots - 1) * slotBytes ? firstSlot : slot + slotBytes;
     }
-    __device__ __forceinline__ void advance(uint32 slotBytes) {
-        slot = nextSlot(slotBytes);
-        const uint32 used = tables;
+    __device__ __forceinline__ void advance() {
+        const uint32 read = slot, used = tables;
+        slot = nextSlot(), free = read;
         tables = otherTables, otherTables = used;
     }
 };
@@ -63,27 +67,32 @@ __device__ __forceinline__ void giveBack(uint32 read, const Consumer& own) {
     if constexpr (S::kPartners > 1) remoteArrive(read, clusterRank() ^ 1);
 }
 
+// Words that are expanded between two products, which all warps of a group begin together: of codes as many as registers carry.
+template <class S>
+constexpr int kTurnWords = !S::kCodes || S::kBits > kBlockPlanes || S::kGroups > 4 || S::kTokens > 128 ? 1
+                           : S::kTokens <= 32                                                         ? (S::kGroups > 3 ? 2 : 4)
+                                                                                                      : (S::kGroups > 3 ? 1 : 2);
+
 // What the two rows of a lane have in a k tile, read from its slot: the planes of half a tile, or where words need no others
-// one word ahead.
+// those of a turn ahead.
 template <class S>
 struct TileWords {
+    static constexpr int kAhead = kTurnWords<S>;
     static constexpr int kBits = S::kBits;
     static constexpr bool kApart = S::Words::kApart;
-    const uint32 slot, lane;
+    const uint32 slot;
     typename S::Words upper, lower;
-    uint2 next;
+    uint2 next[kAhead];
 
-    __device__ __forceinline__ TileWords(uint32 slot, uint32 lane) : slot(slot), lane(lane) {
-        if constexpr (kApart) next = load(0, 0);
-    }
+    __device__ __forceinline__ explicit TileWords(uint32 slot) : slot(slot) { readAhead(0); }
     // Plane i of half a tile, or its word i; of the half that a word is in.
     __device__ __forceinline__ uint2 load(int i, int word) const {
-        return loadSharedWords(slot + (i * kWarpSize + lane) * kVectorBytes + word / kChunkWords * 8);
+        return loadSharedWords(slot + i * kWarpSize * kVectorBytes + word / kChunkWords * 8);
     }
     __device__ __forceinline__ void take(int word) {
         if constexpr (kApart) {
-            upper.takeWord(word % kChunkWords, next.x);
-            lower.takeWord(word % kChunkWords, next.y);
+            upper.takeWord(word % kChunkWords, next[word % kAhead].x);
+            lower.takeWord(word % kChunkWords, next[word % kAhead].y);
         } else if (word % kChunkWords == 0) {
             uint32 upperPlanes[kBits], lowerPlanes[kBits];
 #pragma unroll
@@ -95,9 +104,11 @@ struct TileWords {
             lower.take(lowerPlanes);
         }
     }
-    // Ask for the word behind this one.
-    __device__ __forceinline__ void readAhead(int word) {
-        if (kApart && word + 1 < kTileWords) next = load((word + 1) % kChunkWords, word + 1);
+    // Ask for the words of a turn.
+    __device__ __forceinline__ void readAhead(int first) {
+        if (!kApart || first >= kTileWords) return;
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) next[i] = load((first + i) % kChunkWords, first + i);
     }
 };
 
@@ -109,47 +120,56 @@ template <class S, class Products, bool kFine = false, class Ring>
 __device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, const Consumer& own, const TilePlace<S>& at,
                                              Ring& ring, const TableMaker<typename S::Row>& maker, uint32 barriers,
                                              uint32 stages, StagePlace& place) {
+    constexpr int kTurn = kTurnWords<S>;
     typename S::Row upper, lower;
     Products products;
     uint32 read = 0;  // of the stage that products have been asked to read
     __syncwarp();     // the tables of this tile are there for all lanes
-    TileWords<S> words(at.slot, own.lane);
+    TileWords<S> words(at.slot);
 #pragma unroll
-    for (int word = 0; word < kTileWords; ++word) {
-        words.take(word);
-        if (word % kChunkWords == 0 || (kFine && (word & -word) * p.segments >= kTileWords)) {
-            // Of planes, segments narrower than half a tile differ between the lanes of a row.
-            const int column = S::kCodes ? word : word + own.lane % kTileQuads;
-            const uint32 tables = at.tables + column * p.segments / kTileWords * S::kSegmentTable;
-            upper.load(tables, own.lane / kTileQuads);
-            lower.load(tables, own.lane / kTileQuads + kTileN / 2);
+    for (int first = 0; first < kTileWords; first += kTurn) {
+        uint32 a[kTurn][kWordPairs], b[kTurn][kWordPairs];
+#pragma unroll
+        for (int i = 0; i < kTurn; ++i) {
+            const int word = first + i;
+            words.take(word);
+            if (word % kChunkWords == 0 || (kFine && (word & -word) * p.segments >= kTileWords)) {
+                // Of planes, segments narrower than half a tile differ between the lanes of a row.
+                const int column = S::kCodes ? word : word + own.lane % kTileQuads;
+                const uint32 tables = at.tables + column * p.segments / kTileWords * S::kSegmentTable;
+                upper.load(tables, own.lane / kTileQuads);
+                lower.load(tables, own.lane / kTileQuads + kTileN / 2);
+            }
+            words.upper.expand(upper, word % kChunkWords, a[i]);
+            words.lower.expand(lower, word % kChunkWords, b[i]);
         }
-        uint32 a[kWordPairs], b[kWordPairs];
-        words.upper.expand(upper, word % kChunkWords, a);
-        words.lower.expand(lower, word % kChunkWords, b);
-        if (word % S::kStageWords == 0) {
+        if (first % S::kStageWords == 0) {
             barrierWait(barriers + place.stage * sizeof(uint64), place.parity);
             products.take(stages + place.stage * S::kStageBytes, own.lane);
         }
-        const int panel = word % S::kStageWords / kPanelWords, step = word % kPanelWords * 2;
         products.fence();
-        products.add(acc, a[0], b[0], a[1], b[1], panel, step);
-        products.add(acc, a[2], b[2], a[3], b[3], panel, step + 1);
+#pragma unroll
+        for (int i = 0; i < kTurn; ++i) {
+            const int word = first + i, panel = word % S::kStageWords / kPanelWords, step = word % kPanelWords * 2;
+            products.add(acc, a[i][0], b[i][0], a[i][1], b[i][1], panel, step);
+            products.add(acc, a[i][2], b[i][2], a[i][3], b[i][3], panel, step + 1);
+        }
         products.commit();
-        words.readAhead(word);
-        if (word == 0) ring.fetch();
-        if (word == kTileWords - 3) {
+        words.readAhead(first + kTurn);
+        if (first == 0) ring.fetch(at.free);
+        if (first == kTileWords - (kTurn == 1 ? 3 : 4)) {
             copyWait<S::kSlots - 2>();
             __syncwarp();
-            maker.make(at.nextSlot(ring.slotBytes) + S::kPlaneBytes, at.otherTables);
+            maker.make(at.nextSlot() + S::kPlaneBytes - own.lane * kVectorBytes, at.otherTables);
         }
-        if (word + 1 < kTileWords) products.template wait<1>();
+        if (first + kTurn < kTileWords) products.template wait<1>();
         else products.template wait<0>();
-        if (Products::kCollective && word > 0 && word % S::kStageWords == 0) giveBack<S>(read, own);
-        if (word % S::kStageWords < S::kStageWords - 1) continue;
+        if (Products::kCollective && first > 0 && first % S::kStageWords == 0) giveBack<S>(read, own);
+        if ((first + kTurn) % S::kStageWords > 0) continue;
         read = barriers + (kMostStages + place.stage) * sizeof(uint64);
         if (!Products::kCollective) __syncwarp();
-        if (!Products::kCollective || word + 1 == kTileWords) giveBack<S>(read, own);
-        place.advance(1, p.stages);
+        if (!Products::kCollective || first + kTurn == kTileWords) giveBack<S>(read, own);
+        // Behind a tile, those of the other phases.
+        place.advance(first + kTurn == kTileWords ? 1 + (S::kPhases - 1) * S::kTileStages : 1, p.stages);
     }
 }

@@ -9,8 +9,6 @@ struct WeightRing {
     const GemmProblem& p;
     const int tile;                       // the warp's n tile within a range
     const uint32 slotBytes;
-    uint32 fill, start;                   // of the slots; plus the lane's bytes in a register, as NVRTC 13.0 builds no valid
-                                          // copy to an address that is partly uniform
     const uint4 *planes, *scales;         // of the next tile, plus the lane; scales of the n tile where groups differ
     int index, kTile, left;               // of the segment, of the next tile; k tiles of the segment from that one on
     bool present;
@@ -24,11 +22,17 @@ struct WeightRing {
     __device__ __forceinline__ uint32 groupVectors() const { return p.entries * p.scaleBits / kBitsPerByte; }
     __device__ __forceinline__ uint32 scaleVectors() const { return p.segments * groupVectors(); }
     __device__ __forceinline__ uint32 bytes() const { return S::kSlots * slotBytes; }
-    __device__ __forceinline__ void begin(uint32 ring, uint32 laneBytes) {
-        fill = start = ring + laneBytes;
+    // ring: of the first slot, plus the lane's bytes.
+    __device__ __forceinline__ void begin(uint32 ring) {
         enterNext();
 #pragma unroll 1
-        for (int i = 0; i < S::kSlots - 1; ++i) fetch();
+        for (int i = 0; i < S::kSlots - 1; ++i) fetch(ring + i * slotBytes), passed(1);
+    }
+    // Tiles of this phase up to the end of the segment; so many have been fetched.
+    __device__ __forceinline__ int tilesLeft() const { return (left + S::kPhases - 1) / S::kPhases; }
+    __device__ __forceinline__ void passed(int count) {
+        left -= count * S::kPhases;
+        if (left <= 0) enterNext();
     }
     // The next segment that has a k tile for this phase.
     __device__ __forceinline__ void enterNext() {
@@ -50,15 +54,21 @@ struct WeightRing {
         planes = p.tiles + (own * work.kTiles + kTile) * S::kPlaneVectors + lane;
         scales = p.scales + own * p.groups * groupVectors() + (p.groupMagic == 0 ? kTile * scaleVectors() + lane : 0);
     }
-    __device__ __forceinline__ void copyScales(uint32 lane) {
-        const uint32 target = fill + S::kPlaneBytes, vectors = scaleVectors();
+    // Mostly a vector of a lane, without a branch.
+    __device__ __forceinline__ void copyScales(uint32 lane, uint32 target) {
+        const uint32 vectors = scaleVectors();
+        const bool apart = p.groupMagic == 0;
+        copyAsync16If(target, scales, present && apart && lane < vectors);
+        if (!apart || vectors > kWarpSize) copyMoreScales(lane, target, vectors);
+        if (apart) scales += S::kPhases * vectors;
+    }
+    __device__ __forceinline__ void copyMoreScales(uint32 lane, uint32 target, uint32 vectors) const {
+        if (!present) return;
         if (p.groupMagic == 0) {
-            if (lane < vectors) copyAsync16(target, scales);
 #pragma unroll 1
             for (uint32 v = kWarpSize; v < vectors; v += kWarpSize) {
                 if (lane + v < vectors) copyAsync16(target + v * kVectorBytes, scales + v);
             }
-            scales += S::kPhases * vectors;
             return;
         }
 #pragma unroll 1
@@ -69,17 +79,13 @@ struct WeightRing {
             copyAsync16(target + (v - lane) * kVectorBytes, scales + from);
         }
     }
-    // Fill the next slot with the next tile, if there is one.
-    __device__ __forceinline__ void fetch() {
-        if (present) {
+    // Fill a slot with the next tile, if there is one. The caller says what has been passed.
+    __device__ __forceinline__ void fetch(uint32 slot) {
 #pragma unroll
-            for (int i = 0; i < S::kPlaneVectors; i += kWarpSize) copyAsyncOnce16(fill + i * kVectorBytes, planes + i);
-            planes += S::kPhases * S::kPlaneVectors;
-            copyScales(threadIdx.x % kWarpSize);
-        }
+        for (int i = 0; i < S::kPlaneVectors; i += kWarpSize) copyAsyncOnce16If(slot + i * kVectorBytes, planes + i, present);
+        planes += S::kPhases * S::kPlaneVectors;
+        copyScales(threadIdx.x % kWarpSize, slot + S::kPlaneBytes);
         copyCommit();
-        kTile += S::kPhases, left -= S::kPhases;
-        if (left <= 0) enterNext();
-        fill = fill == start + (S::kSlots - 1) * slotBytes ? start : fill + slotBytes;
+        kTile += S::kPhases;
     }
 };

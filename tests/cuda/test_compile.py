@@ -22,13 +22,13 @@ from quantkit.cuda.compile import (
 )
 from quantkit.cuda.source import KernelSource
 from quantkit.errors import KernelError
-from quantkit.ops.bcq.gemm_shapes import CODE_SHAPES, WIDE_SHAPES
+from quantkit.ops.bcq.gemm_shapes import WIDE_NUMBERS, WIDE_SHAPES
 from quantkit.ops.constants import SHARED_CONSTANTS
 from quantkit.ops.instances import all_units
 
 needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="CuPy is not installed")
 WORKERS = os.cpu_count() or 1
-SPILLED_BYTES = 72  # at most
+SPILLED_BYTES = 80  # at most
 BATCH = 24  # instances that are compiled together; each of several hundred would take longer
 AMPERE, HOPPER = ARCHITECTURES[8, 0], ARCHITECTURES[9, 0]
 
@@ -178,8 +178,8 @@ def _new_in(row: Architecture) -> list[CompileUnit]:
 def _may_spill(unit: CompileUnit) -> int:
     """Bytes a thread. Fused products of many warps are the fastest in spite of a few (docs/kernels/log.md, bcq_gemm 20
     and 33)."""
-    wide = CODE_SHAPES + WIDE_SHAPES
-    return SPILLED_BYTES if unit.function == "bcqGemm" and unit.arguments[5:9] in wide else 0
+    wide = unit.function == "bcqGemm" and unit.arguments[5:9] in WIDE_SHAPES + WIDE_NUMBERS
+    return SPILLED_BYTES if wide else 0
 
 
 def _faults(batch: list[CompileUnit], row: Architecture, *, machine_code: bool) -> list[str]:

@@ -23,7 +23,6 @@ from quantkit.errors import KernelError
 from quantkit.formats.planes import BITS_PER_BYTE
 from quantkit.ops.bcq.gemm_cost import cycles
 from quantkit.ops.bcq.gemm_shapes import (
-    CODE_SHAPES,
     GROUP_WARPS,
     NARROW_SHAPES,
     NUMBER_SHAPES,
@@ -175,7 +174,7 @@ def _shapes(it: GemmProblem) -> Iterator[GemmShape]:
         if it.weight_bits > _FEW_BITS:
             known += NARROW_SHAPES
         elif it.order.for_batches:
-            known += WIDE_SHAPES + (CODE_SHAPES if it.order == Order.CODES else ())
+            known += WIDE_SHAPES
         spilling = SPILLING.get((it.order, it.weight_bits, it.offsets_apart), ())
         known = tuple(numbers for numbers in known if numbers not in spilling)
         if it.order == Order.GRID and not it.fine:

@@ -47,7 +47,7 @@ _PRODUCT = {16: 10, 32: 47, 64: 244, 128: 713, 256: 1600}
 # Many groups: of an H200, in 60 problems of 16 tokens 0.1 % and 3 %.
 _COSTS = {
     Order.PLANES: Costs(391, 105, _PRODUCT, 850, 50, 6943, 0, 157, 19),
-    Order.CODES: Costs(391, 75, _PRODUCT, 850, 50, 6943, 0, 157, 19, 0.93),
+    Order.CODES: Costs(391, 75, _PRODUCT, 850, 50, 6943, 0, 157, 19),
     Order.GRID: Costs(607, 0, {16: 0, 32: 91, 64: 321, 128: 758, 256: 1500}, 1510, 302, 4918, 4, 229, 30),
 }
 _NUMBERS = Costs(639, 0, {16: 10, 32: 89}, 2040, 716, 4760, 15, 1033, 26, 0.8)

@@ -22,19 +22,20 @@ _CROWDED = {(64, 4, 1, 2), (64, 2, 2, 2)}
 # Of the shapes of warpgroups, what registers do not carry, by order, planes and whether offsets are added apart. The
 # wide shapes spill a few bytes, and are the fastest in spite of it.
 SPILLING: dict[tuple[Order, int, bool], set[tuple[int, int, int, int]]] = {
-    (Order.CODES, 3, False): {(32, 7, 1, 2), (64, 2, 2, 2), (128, 4, 1, 2)},
+    (Order.CODES, 3, False): {(64, 2, 2, 2), (128, 4, 1, 2)},
+    (Order.PLANES, 7, False): {(64, 2, 2, 2)},
     (Order.PLANES, 8, False): _CROWDED,
     (Order.PLANES, 8, True): _CROWDED,
     (Order.CODES, 8, True): _CROWDED,
 }
 _NUMBERS = (
     *((16, 3, 2, 2), (16, 2, 3, 2), (16, 1, 4, 3), (16, 7, 1, 2)),
-    *((32, 2, 2, 3), (32, 1, 3, 3), (32, 1, 4, 2), (32, 4, 1, 2)),
+    *((32, 2, 2, 3), (32, 1, 3, 3), (32, 4, 1, 2)),
 )
+WIDE_NUMBERS = ((32, 3, 2, 2), (32, 7, 1, 2))
 # By planes, in the place of those of as many tokens where numbers are multiplied.
-NUMBER_SHAPES = {2: (*_NUMBERS, (32, 3, 2, 2), (32, 7, 1, 2)), 4: (*_NUMBERS, (32, 3, 1, 3))}
+NUMBER_SHAPES = {2: (*_NUMBERS, *WIDE_NUMBERS), 4: (*_NUMBERS, (32, 3, 1, 3))}
 WIDE_SHAPES = ((128, 4, 1, 2),)  # of warpgroups, for few planes in the orders for batches
-CODE_SHAPES = ((16, 3, 2, 2), (16, 7, 1, 2), (32, 7, 1, 2))  # the same, of codes alone
 NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
 PAIRED_SHAPES = ((256, 2, 1, 3),)  # whose blocks copy x for each other; smaller tiles gain nothing
 WARP_SHAPES = ((16, 2, 1, 3), (16, 1, 2, 3), (16, 1, 1, 2), (64, 1, 1, 3))
