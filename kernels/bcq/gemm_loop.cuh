@@ -98,8 +98,8 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
             at.advance();
         } while (--count > 0);
     };
-    // Where registers carry no count.
-    constexpr bool kOneByOne = kNumbers ? S::kTokens > 16 : S::kGroups > 3 && (S::kTokens > 64 || S::kBits > kBlockPlanes);
+    // Where registers carry no count: two of many planes, many groups and many tokens are too much, and numbers of 32 tokens.
+    constexpr bool kOneByOne = kNumbers ? S::kTokens > 16 : (S::kBits > kBlockPlanes) + (S::kGroups > 3) + (S::kTokens > 64) > 1;
     int k = own.phase;  // phases take the block's k tiles in turn, across its segments
 #pragma unroll 1
     for (int index = 0;; ++index) {
