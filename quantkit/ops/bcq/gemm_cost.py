@@ -44,7 +44,8 @@ _PRODUCT = {16: 10, 32: 47, 64: 244, 128: 713, 256: 1600}
 # times in 15 problems, 0.3 % and 1.6 %. Since K may be split, x_bytes of planes and codes and what
 # sharing costs numbers: of an H100, in 120 problems of up to 128 tokens all orders have 0.4 % and 7 %. Planes and codes
 # with 256 tokens: of an H100, in 36 problems of 256 to 2048 tokens all orders have 0.3 % and 4 %, of their six first.
-# Many groups: of an H200, in 60 problems of 16 tokens 0.1 % and 3 %.
+# Many groups: of an H200, in 60 problems of 16 tokens 0.1 % and 3 %. Since loops have fewer branches codes and grids:
+# of an H200, in 70 problems of 16 to 128 tokens 0.4 % and 4 %.
 _COSTS = {
     Order.PLANES: Costs(391, 105, _PRODUCT, 850, 50, 6943, 0, 157, 19),
     Order.CODES: Costs(391, 75, _PRODUCT, 850, 50, 6943, 0, 157, 19),
