@@ -23,8 +23,8 @@ struct Consumer {
     }
 };
 
-// Where a consumer warp is in shared memory: the slot of its tile, and that which is filled meanwhile, where the tile before was, plus
-// what a lane reads and copies first; its tile's tables and those of the next one.
+// Where a consumer warp is in shared memory: the slot of its tile and the one that is filled meanwhile, where the tile before was, both
+// plus the lane's vector; its tile's tables and those of the next one.
 template <class S>
 struct TilePlace {
     const uint32 slotBytes, firstSlot;
