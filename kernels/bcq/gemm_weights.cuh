@@ -54,14 +54,15 @@ struct WeightRing {
         planes = p.tiles + (own * work.kTiles + kTile) * S::kPlaneVectors + lane;
         scales = p.scales + own * p.groups * groupVectors() + (p.groupMagic == 0 ? kTile * scaleVectors() + lane : 0);
     }
-    // Mostly a vector of a lane, without a branch.
+    // Where they follow each other as the tiles do, a vector of each lane without a branch.
     __device__ __forceinline__ void copyScales(uint32 lane, uint32 target) {
         const uint32 vectors = scaleVectors();
-        const bool apart = p.groupMagic == 0;
-        copyAsync16If(target, scales, present && apart && lane < vectors);
-        if (!apart || vectors > kWarpSize) copyMoreScales(lane, target, vectors);
-        if (apart) scales += S::kPhases * vectors;
+        const bool linear = p.groupMagic == 0;
+        copyAsync16If(target, scales, present && linear && lane < vectors);
+        if (!linear || vectors > kWarpSize) copyMoreScales(lane, target, vectors);
+        if (linear) scales += S::kPhases * vectors;
     }
+    // All others.
     __device__ __forceinline__ void copyMoreScales(uint32 lane, uint32 target, uint32 vectors) const {
         if (!present) return;
         if (p.groupMagic == 0) {

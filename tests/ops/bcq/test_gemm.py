@@ -53,9 +53,8 @@ def test_every_weight_that_fits_has_a_layout_with_a_known_instance(row: Architec
             phases = layout.shape.phases
             round_stages = phases * layout.shape.tile_stages if phases > 1 else 1
             rounds = 2 if layout.shape.groups > 4 else 1  # many groups never all wait for the next k tile of x
-            assert layout.stages >= max(
-                2, rounds * round_stages
-            )  # within a tile the next is waited for while one is read
+            least = max(2, rounds * round_stages)  # within a tile the next is waited for while one is read
+            assert layout.stages >= least
             assert layout.stages % round_stages == 0  # a stage is always of the same phase
             assert layout.ranges * layout.shape.partners <= problem.n_tiles  # every block has rows
             assert layout.grid <= PROCESSORS  # all blocks run at once, as they wait for each other
