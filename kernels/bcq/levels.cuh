@@ -96,10 +96,15 @@ struct PlaneBlock {
     }
 };
 
-// Low and high bytes of four 16-bit floats -> the pair of the first and third, and that of the second and fourth. The former is what
-// both have in sum, less the latter: multiply-adds, which have a pipe of their own.
+// Low and high bytes of four 16-bit floats -> the pair of the first and third, and that of the second and fourth. kMultiplies:
+// the former is what both have in sum, less the latter: two multiply-adds, which have a pipe of their own, for a permutation.
+template <bool kMultiplies>
 __device__ __forceinline__ void weaveBytes(uint32 low, uint32 high, uint32& even, uint32& odd) {
     odd = __byte_perm(low, high, 0x7351);
+    if constexpr (!kMultiplies) {
+        even = __byte_perm(low, high, 0x6240);
+        return;
+    }
     uint32 both;
     asm("mad.lo.u32 %0, %1, 256, %2;" : "=r"(both) : "r"(high), "r"(low));
     asm("mad.lo.u32 %0, %1, -256, %2;" : "=r"(even) : "r"(odd), "r"(both));
@@ -113,11 +118,12 @@ __device__ __forceinline__ void expandBlock(const Block& block, const uint4& tab
     const uint32 low[2] = {selectBytes(table.x, table.y, first), selectBytes(table.x, table.y, second)};
     uint32 high[2] = {selectBytes(table.z, table.w, first), selectBytes(table.z, table.w, second)};
     if constexpr (Block::kSigns) high[0] ^= block.negative(s, false), high[1] ^= block.negative(s, true);
+    if constexpr (kWoven) {  // half by either: both pipes have as much to do
+        weaveBytes<true>(low[0], high[0], pairs[0], pairs[1]);
+        weaveBytes<false>(low[1], high[1], pairs[2], pairs[3]);
+    } else {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if constexpr (kWoven) {
-            weaveBytes(low[i], high[i], pairs[2 * i], pairs[2 * i + 1]);
-        } else {
+        for (int i = 0; i < 2; ++i) {
             pairs[2 * i] = __byte_perm(low[i], high[i], 0x5140);
             pairs[2 * i + 1] = __byte_perm(low[i], high[i], 0x7362);
         }
