@@ -111,17 +111,11 @@ struct TurnNumbers {
     }
 };
 
-// Products with a stage of x, whose descriptor is whole and known to be the warp's: of a lane's register, put together for each
-// product, it would take three instructions more.
+// Products with a stage of x whose descriptor is known to be the warp's: of a lane's register, put together for each product, it
+// would take three instructions more.
 template <class S>
 struct NumberProducts : WarpgroupProducts<S::kDtype, S::kTokens> {
-    uint64 stage;
-
-    __device__ __forceinline__ void take(uint32 shared) { stage = operandDescriptor(ofWarp(shared)); }
-    template <bool kKeep = true>
-    __device__ __forceinline__ void add(float* acc, uint32 a0, uint32 a1, uint32 a2, uint32 a3, int panel, int step) {
-        RegisterProduct<S::kDtype, S::kTokens>::template add<kKeep>(acc, a0, a1, a2, a3, stage + this->placeOf(panel, step));
-    }
+    __device__ __forceinline__ void take(uint32 shared) { this->start = operandDescriptor(ofWarp(shared)); }
 };
 
 // Add the products of a k tile to the sums. xSums: shared address of the sums of x.

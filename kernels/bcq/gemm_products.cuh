@@ -57,9 +57,9 @@ struct WarpgroupProducts {
     template <int kGroups, bool kConsumes, bool kSums = false>
     static __device__ __forceinline__ void registers() { shareRegisters<kGroups, kConsumes, kSums>(); }
 
-    uint32 start;  // lower half of the descriptor of a stage
+    uint64 start;  // the descriptor of a stage
 
-    __device__ __forceinline__ void take(uint32 stage, int) { start = uint32(operandDescriptor(0)) | (stage & 0x3FFFF) >> 4; }
+    __device__ __forceinline__ void take(uint32 stage, int) { start = operandDescriptor(stage); }
     // What a step of a panel adds to a descriptor.
     static __device__ __forceinline__ uint32 placeOf(int panel, int step) {
         return (panel * kTokens * kPanelRowBytes + step * kWgmmaDepthBytes) >> 4;
@@ -67,8 +67,7 @@ struct WarpgroupProducts {
     __device__ __forceinline__ void fence() { productFence(); }
     template <bool kKeep = true>
     __device__ __forceinline__ void add(float* acc, uint32 a0, uint32 a1, uint32 a2, uint32 a3, int panel, int step) {
-        constexpr uint64 kUpper = operandDescriptor(0) >> 32 << 32;
-        RegisterProduct<kDtype, kTokens>::template add<kKeep>(acc, a0, a1, a2, a3, kUpper | (start + placeOf(panel, step)));
+        RegisterProduct<kDtype, kTokens>::template add<kKeep>(acc, a0, a1, a2, a3, start + placeOf(panel, step));
     }
     __device__ __forceinline__ void commit() { productCommit(); }
     template <int kPending>

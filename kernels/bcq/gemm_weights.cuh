@@ -80,10 +80,11 @@ struct WeightRing {
             copyAsync16(target + (v - lane) * kVectorBytes, scales + from);
         }
     }
-    // Fill a slot with the next tile, if there is one. The caller says what has been passed.
+    // Fill a slot with the next tile, or with zero signs where there is none: copies under a condition would have branches
+    // between them. The caller says what has been passed.
     __device__ __forceinline__ void fetch(uint32 slot) {
 #pragma unroll
-        for (int i = 0; i < S::kPlaneVectors; i += kWarpSize) copyAsyncOnce16If(slot + i * kVectorBytes, planes + i, present);
+        for (int i = 0; i < S::kPlaneVectors; i += kWarpSize) copyAsyncOnce16Or0(slot + i * kVectorBytes, planes + i, present);
         planes += S::kPhases * S::kPlaneVectors;
         copyScales(threadIdx.x % kWarpSize, slot + S::kPlaneBytes);
         copyCommit();

@@ -33,9 +33,16 @@ __device__ __forceinline__ void copyAsyncOnce16If(uint32 shared, const void* glo
                  : "memory");
 }
 
-// As copyAsync16, or 16 zero bytes.
+// As either, or 16 zero bytes.
 __device__ __forceinline__ void copyAsync16Or0(uint32 shared, const void* global, bool present) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(present ? 16 : 0)
+                 : "memory");
+}
+__device__ __forceinline__ void copyAsyncOnce16Or0(uint32 shared, const void* global, bool present) {
+    uint64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+                 "r"(present ? 16 : 0), "l"(policy)
                  : "memory");
 }
 
