@@ -40,7 +40,7 @@ __device__ __forceinline__ void multiplyExperts(const ExpertsProblem& p) {
         place.advance(own.phase * S::kTileStages, p.stages);
         copyWait<S::kSlots - 2>();
         __syncwarp();
-        maker.make(at.slot + S::kPlaneBytes - lane * kVectorBytes, at.tables);
+        maker.make(at.scalesOf(at.slot, lane), at.tables);
 #pragma unroll 1
         for (int k = own.phase; k < work.ownTiles; k += S::kPhases) {
             multiplyTile<S, Products>(acc, p, own, at, ring, maker, barriers, stages, place);

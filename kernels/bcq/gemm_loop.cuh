@@ -86,7 +86,7 @@ __device__ __forceinline__ void multiplyTokens(const GemmProblem& p) {
     if constexpr (!kNumbers) {
         copyWait<S::kSlots - 2>();
         __syncwarp();
-        maker.make(at.slot + S::kPlaneBytes - lane * kVectorBytes, at.tables);
+        maker.make(at.scalesOf(at.slot, lane), at.tables);
     }
     StagePlace place{0, 0};
     place.advance(own.phase * S::kTileStages, p.stages);

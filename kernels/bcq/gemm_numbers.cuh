@@ -128,7 +128,7 @@ __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p
     static_assert(S::kTileStages == 1, "a stage is a k tile");
     constexpr int kTurnWords = (S::kDtype == kBfloat16 || S::kGroups > 6) && S::kTokens > 16 ? 1 : 2;  // what registers carry
     constexpr int kTurns = kTileWords / kTurnWords, kHalfTurns = kTurns / kHalves;
-    const uint32 scales = slot + S::kPlaneBytes + own.lane / kTileQuads * kLaneBytes - own.lane * kVectorBytes;
+    const uint32 scales = TilePlace<S>::scalesOf(slot, own.lane) + own.lane / kTileQuads * kLaneBytes;
     const uint32 ofLane = xSums + place.stage * Sums::kStageBytes + own.lane % kTileQuads * 2 * sizeof(float);
     // With sums for each half, where registers carry them, a turn waits for the products of the one before it alone, and a half
     // is added while the next one's run.

@@ -33,6 +33,8 @@ struct TilePlace {
     __device__ __forceinline__ TilePlace(uint32 ring, uint32 slotBytes, uint32 tables, uint32 tableBytes)
         : slotBytes(slotBytes), firstSlot(ring), slot(ring), free(ring + (S::kSlots - 1) * slotBytes), tables(tables),
           otherTables(tables + tableBytes) {}
+    // The scales of a slot, the same for all lanes.
+    static __device__ __forceinline__ uint32 scalesOf(uint32 slot, uint32 lane) { return slot + S::kPlaneBytes - lane * kVectorBytes; }
     __device__ __forceinline__ uint32 nextSlot() const {
         if constexpr (S::kSlots == 2) return free;
         return slot == firstSlot + (S::kSlots - 1) * slotBytes ? firstSlot : slot + slotBytes;
@@ -160,7 +162,7 @@ __device__ __forceinline__ void multiplyTile(float* acc, const GemmProblem& p, c
         if (first == kTileWords - (kTurn == 1 ? 3 : 4)) {
             copyWait<S::kSlots - 2>();
             __syncwarp();
-            maker.make(at.nextSlot() + S::kPlaneBytes - own.lane * kVectorBytes, at.otherTables);
+            maker.make(at.scalesOf(at.nextSlot(), own.lane), at.otherTables);
         }
         if (first + kTurn < kTileWords) products.template wait<1>();
         else products.template wait<0>();

@@ -101,13 +101,13 @@ struct PlaneBlock {
 template <bool kMultiplies>
 __device__ __forceinline__ void weaveBytes(uint32 low, uint32 high, uint32& even, uint32& odd) {
     odd = __byte_perm(low, high, 0x7351);
-    if constexpr (!kMultiplies) {
+    if constexpr (kMultiplies) {
+        uint32 both;
+        asm("mad.lo.u32 %0, %1, 256, %2;" : "=r"(both) : "r"(high), "r"(low));
+        asm("mad.lo.u32 %0, %1, -256, %2;" : "=r"(even) : "r"(odd), "r"(both));
+    } else {
         even = __byte_perm(low, high, 0x6240);
-        return;
     }
-    uint32 both;
-    asm("mad.lo.u32 %0, %1, 256, %2;" : "=r"(both) : "r"(high), "r"(low));
-    asm("mad.lo.u32 %0, %1, -256, %2;" : "=r"(even) : "r"(odd), "r"(both));
 }
 
 // The four pairs of word s of a block. kWoven: in the place of pairs 2 i and 2 i + 1 one of their first elements, and one of their

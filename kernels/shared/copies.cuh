@@ -11,11 +11,14 @@ __device__ __forceinline__ void copyAsync16(uint32 shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
-// The same of bytes that nothing reads again: they leave L2 before others do.
-__device__ __forceinline__ void copyAsyncOnce16(uint32 shared, const void* global) {
+// Of bytes that nothing reads again: they leave L2 before others do.
+__device__ __forceinline__ uint64 readOnce() {
     uint64 policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(policy)
+    return policy;
+}
+__device__ __forceinline__ void copyAsyncOnce16(uint32 shared, const void* global) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(readOnce())
                  : "memory");
 }
 
@@ -26,10 +29,8 @@ __device__ __forceinline__ void copyAsync16If(uint32 shared, const void* global,
                  : "memory");
 }
 __device__ __forceinline__ void copyAsyncOnce16If(uint32 shared, const void* global, bool present) {
-    uint64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
     asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;\n}" ::"r"(shared),
-                 "l"(global), "l"(policy), "r"(uint32(present))
+                 "l"(global), "l"(readOnce()), "r"(uint32(present))
                  : "memory");
 }
 
@@ -39,10 +40,8 @@ __device__ __forceinline__ void copyAsync16Or0(uint32 shared, const void* global
                  : "memory");
 }
 __device__ __forceinline__ void copyAsyncOnce16Or0(uint32 shared, const void* global, bool present) {
-    uint64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
-                 "r"(present ? 16 : 0), "l"(policy)
+                 "r"(present ? 16 : 0), "l"(readOnce())
                  : "memory");
 }
 

@@ -32,9 +32,9 @@ _NUMBERS = (
     *((16, 3, 2, 2), (16, 2, 3, 2), (16, 1, 4, 3), (16, 7, 1, 2)),
     *((32, 2, 2, 3), (32, 1, 3, 3), (32, 4, 1, 2)),
 )
-WIDE_NUMBERS = ((32, 3, 2, 2), (32, 7, 1, 2))
+WIDE_NUMBERS = ((32, 7, 1, 2),)
 # By planes, in the place of those of as many tokens where numbers are multiplied.
-NUMBER_SHAPES = {2: (*_NUMBERS, *WIDE_NUMBERS), 4: (*_NUMBERS, (32, 3, 1, 3))}
+NUMBER_SHAPES = {2: (*_NUMBERS, (32, 3, 2, 2), *WIDE_NUMBERS), 4: (*_NUMBERS, (32, 3, 1, 3))}
 WIDE_SHAPES = ((128, 4, 1, 2),)  # of warpgroups, for few planes in the orders for batches
 NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
 PAIRED_SHAPES = ((256, 2, 1, 3),)  # whose blocks copy x for each other; smaller tiles gain nothing
