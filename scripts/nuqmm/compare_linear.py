@@ -4,9 +4,10 @@ python scripts/nuqmm/compare_linear.py [--shapes 12288x12288,...] [--rows 1,2,..
     [--layouts latency,batch] [--peers fp8,tinygemm,humming-4,marlin] [--json FILE] [--update docs/bcq.md]
 
 fp16 is F.linear, fp8 torch._scaled_mm (e4m3 both sides), tinygemm torch._weight_int4pack_mm (bf16, 4 bits, g = 128),
-humming-N the PyPI package humming-kernels at N bits, g = 128 (compiled there by nvcc), marlin the extension of its
-authors' package (IST-DASLab/marlin, 4 bits, g = 128). Every result of ours is checked
-against fp64 before it is timed. --layouts: the orders of our weights in memory; "batch" lines are called so.
+humming-N the PyPI package humming-kernels at N bits, g = 128 or as a suffix says, as in humming-4-g64 or
+humming-4-grow (compiled there by nvcc), marlin the extension of its authors' package (IST-DASLab/marlin, 4 bits,
+g = 128). Every result of ours is checked against fp64 before it is timed. --layouts: the orders of our weights in
+memory; "batch" lines are called so.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ CUDA = torch.device("cuda")
 GROUP = 128
 INNER_K_TILES = 8
 FP8_ROWS = 16  # at least, of torch._scaled_mm
+HUMMING_GROUPS = {"": GROUP, "-g32": 32, "-g64": 64, "-g256": 256, "-grow": 0}  # by the suffix of the peer's name
 MARLIN_BLOCKS = 16  # of 64 rows at a time, at most: its own default
 MARK = "linear"
 FP16 = "fp16"
@@ -74,11 +76,11 @@ def tinygemm(shape: LinearShape) -> Product:
     return of
 
 
-def humming(shape: LinearShape, bits: int) -> Product:
-    """A layer of the package, with its own kernels and choices."""
+def humming(shape: LinearShape, bits: int, group: int) -> Product:
+    """A layer of the package, with its own kernels and choices; group: 0 for the row."""
     from humming.layer import HummingLayer
 
-    config = {"dtype": f"uint{bits}", "group_size": GROUP}
+    config = {"dtype": f"uint{bits}", "group_size": group}
     layer = HummingLayer(
         shape_n=shape.out_features, shape_k=shape.in_features, weight_config=config, torch_dtype=torch.float16
     ).cuda()
@@ -114,7 +116,11 @@ PEERS: dict[str, tuple[Callable[[LinearShape], Product], float]] = {  # how to m
     "fp8": (fp8, 1.0),
     "tinygemm": (tinygemm, 0.5),
     "marlin": (marlin, 0.5),
-    **{f"humming-{bits}": (partial(humming, bits=bits), bits / 8) for bits in (2, 3, 4, 8)},
+    **{
+        f"humming-{bits}{suffix}": (partial(humming, bits=bits, group=group), bits / 8)
+        for bits in range(1, 9)
+        for suffix, group in HUMMING_GROUPS.items()
+    },
 }
 PACKAGES = {  # the module of a peer that is no part of torch, and where it comes from
     "humming": ("humming", "pip install humming-kernels"),
