@@ -65,6 +65,11 @@ struct WeightRing {
     // All others.
     __device__ __forceinline__ void copyMoreScales(uint32 lane, uint32 target, uint32 vectors) const {
         if (!present) return;
+        if (p.segments == 1 && vectors <= kWarpSize) {  // a tile is in one group
+            const uint32 group = min(__umulhi(kTile, p.groupMagic), uint32(p.groups) - 1);
+            copyAsync16If(target, scales + group * vectors + lane, lane < vectors);
+            return;
+        }
         if (p.groupMagic == 0) {
 #pragma unroll 1
             for (uint32 v = kWarpSize; v < vectors; v += kWarpSize) {
