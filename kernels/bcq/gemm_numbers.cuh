@@ -83,25 +83,28 @@ __device__ __forceinline__ void addHalf(float* acc, const float* part, const Num
 }
 
 // The pairs of numbers of kTurnWords words of rows g and g + 8, whose products run while as many are expanded.
+template <int kBits>
+struct HalfTileWords {
+    uint32 upper[kBits], lower[kBits];
+};
 template <int kBits, int kDtype, int kTurnWords>
 struct TurnNumbers {
-    static constexpr int kShared = GridPlaces<kBits>::kWords;
     uint32 upper[kTurnWords][kWordPairs], lower[kTurnWords][kWordPairs];
 
     // words: of half a tile, from the slot of the tile plus the lane on; kept from turn to turn.
-    __device__ __forceinline__ void expand(uint2 (&words)[kBits], uint32 slot, int turn) {
+    __device__ __forceinline__ void expand(HalfTileWords<kBits>& words, uint32 slot, int turn) {
         const int first = turn * kTurnWords % kChunkWords;
         if (first == 0) {
 #pragma unroll
             for (int i = 0; i < kBits; ++i) {
-                words[i] = loadSharedWords(slot + i * kWarpSize * kVectorBytes + turn * kTurnWords / kChunkWords * 8);
+                const uint2 two = loadSharedWords(slot + i * kWarpSize * kVectorBytes + turn * kTurnWords / kChunkWords * 8);
+                words.upper[i] = two.x, words.lower[i] = two.y;
             }
         }
 #pragma unroll
         for (int i = 0; i < kTurnWords; ++i) {
-            const uint2& two = words[(first + i) / kShared];
-            numbersOf<kBits, kDtype, true>(two.x, first + i, upper[i]);
-            numbersOf<kBits, kDtype, true>(two.y, first + i, lower[i]);
+            numbersOf<kBits, kDtype, true>(words.upper, first + i, upper[i]);
+            numbersOf<kBits, kDtype, true>(words.lower, first + i, lower[i]);
 #pragma unroll
             for (int pair = 0; pair < kWordPairs; ++pair) {  // now, not where products take them
                 keepInRegister(upper[i][pair]);
@@ -134,7 +137,7 @@ __device__ __forceinline__ void multiplyNumbers(float* acc, const GemmProblem& p
     // is added while the next one's run.
     constexpr int kParts = S::kGroups <= 3 ? kHalves : 1;
     TurnNumbers<S::kBits, S::kDtype, kTurnWords> numbers[2];
-    uint2 words[S::kBits];
+    HalfTileWords<S::kBits> words;
     float part[kParts][S::kTokens / 2];
     NumberProducts<S> products;
     numbers[0].expand(words, slot, 0);

@@ -21,8 +21,9 @@ struct GridProduct {
     static constexpr int kSumBytes = kTileSegments * kTokens * int(sizeof(float));
     static constexpr int kSegmentWords = kWordsPerTileRow / kTileSegments;
     static constexpr bool kRing = true;
-    static constexpr int kSums = kDtype == kFloat16 ? Places::kPlaces : 2;  // of places, else in turn
-    static constexpr float kUnit = kDtype == kFloat16 ? 1 << kBits : 1;     // what those of a place count beside the next
+    static constexpr bool kByPlace = kDtype == kFloat16 && !areBytes(kBits);
+    static constexpr int kSums = kByPlace ? Places::kPlaces : 2;    // of places, else in turn
+    static constexpr float kUnit = kByPlace ? 1 << kBits : 1;  // what those of a place count beside the next
 
     uint32 vector, entry, quad;
     uint4 codes[kBits];  // of the tile at hand
@@ -53,9 +54,12 @@ struct GridProduct {
 
     __device__ __forceinline__ void begin() {}
 
-    __device__ __forceinline__ uint32 wordOf(int row, int half, int word) const {
-        const uint4& four = codes[word / Places::kWords];
-        return row ? (half ? four.w : four.y) : (half ? four.z : four.x);
+    __device__ __forceinline__ void wordsOf(int row, int half, uint32 (&words)[kBits]) const {
+#pragma unroll
+        for (int i = 0; i < kBits; ++i) {
+            const uint4& four = codes[i];
+            words[i] = row ? (half ? four.w : four.y) : (half ? four.z : four.x);
+        }
     }
 
     __device__ __forceinline__ void multiplyTile(uint32 place, uint32 setBytes, uint32 xSums) {
@@ -63,10 +67,12 @@ struct GridProduct {
 #pragma unroll
         for (int i = 0; i < kWordsPerTileRow; ++i) {
             const int half = i / kChunkWords, word = i % kChunkWords;
-            uint32 upper[kWordPairs], lower[kWordPairs];  // pairs 0 and 2 are at one place, 1 and 3 at the next
-            numbersOf<kBits, kDtype, false>(wordOf(0, half, word), word, upper);
-            numbersOf<kBits, kDtype, false>(wordOf(1, half, word), word, lower);
-            const int first = Places::placeOf(word, 0) % kSums;
+            uint32 upper[kWordPairs], lower[kWordPairs];  // pairs 0 and 2 are at one place, 1 and 3 at the next, if not in bytes
+            uint32 upperWords[kBits], lowerWords[kBits];
+            wordsOf(0, half, upperWords), wordsOf(1, half, lowerWords);
+            numbersOf<kBits, kDtype, false>(upperWords, word, upper);
+            numbersOf<kBits, kDtype, false>(lowerWords, word, lower);
+            const int first = kByPlace ? Places::placeOf(word, 0) % kSums : 0;
             const bool begins = i % kSegmentWords < kSums / 2;
 #pragma unroll
             for (int set = 0; set < kSets; ++set) {

@@ -18,11 +18,15 @@
 //   4 planes   word s: the same for all s, of where planes 1 to 3 agree with plane 0. The fourth bits of nibbles 1, 3, 5, 7
 //              and 0, 2, 4, 6 say whether plane 0 is negative at the places of nibbles 0 to 3 and 4 to 7
 //
-// Of two or four planes whose levels are in equal steps there is another form (grid.cuh), in which each half of a word is turned
-// up by one bit:
+// Of two planes or four and more whose levels are in equal steps there is another form (grid.cuh). In that of two and four each
+// half of a word is turned up by one bit:
 //
 //   2 planes   place 16 e + 8 (i / 2) + 4 (s % 2) + 2 (i % 2) + s / 2; pair of bits j of word b the pattern of place 2 j + b
 //   4 planes   place 16 e + 4 i + s; nibble m of word s the pattern of place 4 m + s
+//   more       place 16 e + 8 (i % 2) + 4 (i / 2) + s
+//     8          byte m of word j: the pattern of place 8 m + j
+//     5 to 7     nibble m of word s: planes 0 to 3 of place 4 m + s; of 6 and 7, planes 4 and 5 in two words as those of 2 planes
+//                above; of 5 and 7, the last plane in a word, bit p: place p
 #pragma once
 #include "tiles.cuh"
 
@@ -73,22 +77,35 @@ __device__ __forceinline__ void codesToPlanes(uint32* words) {
     }
 }
 
+// Whether the numbers of a grid are taken from bytes.
+constexpr bool areBytes(int bits) { return bits > kBlockPlanes; }
+
+// Words of numbers of so many bits, place by place in turn -> their planes.
+template <int kPlanes>
+__device__ __forceinline__ void numbersToPlanes(uint32* words) {
+    constexpr uint32 kOnes = kPlanes == kBitsPerByte ? kByteOnes : kNibbleOnes;
+    uint32 planes[kPlanes] = {};
+#pragma unroll
+    for (int s = 0; s < kPlanes; ++s) {
+#pragma unroll
+        for (int i = 0; i < kPlanes; ++i) planes[i] |= (words[s] >> i & kOnes) << s;
+    }
+#pragma unroll
+    for (int i = 0; i < kPlanes; ++i) words[i] = planes[i];
+}
+
 // The words of a grid -> its planes.
 template <int kBits>
 __device__ __forceinline__ void gridToPlanes(uint32 (&words)[kBits]) {
+    if constexpr (!areBytes(kBits)) {
 #pragma unroll
-    for (int s = 0; s < kBits; ++s) words[s] = (words[s] >> 1 & 0x7FFF7FFFu) | (words[s] & 0x00010001u) << 15;
+        for (int s = 0; s < kBits; ++s) words[s] = (words[s] >> 1 & 0x7FFF7FFFu) | (words[s] & 0x00010001u) << 15;
+    }
     if constexpr (kBits == 2) {
-        codesToPlanes<kBits>(words);
+        codesToPlanes<2>(words);
     } else {
-        uint32 planes[kBits] = {};
-#pragma unroll
-        for (int s = 0; s < kBits; ++s) {
-#pragma unroll
-            for (int i = 0; i < kBits; ++i) planes[i] |= (words[s] >> i & kNibbleOnes) << s;
-        }
-#pragma unroll
-        for (int i = 0; i < kBits; ++i) words[i] = planes[i];
+        numbersToPlanes<kBits == kBitsPerByte ? kBits : kBlockPlanes>(words);
+        if constexpr (kBits == 6 || kBits == 7) codesToPlanes<2>(words + kBlockPlanes);
     }
 }
 
@@ -122,7 +139,8 @@ __device__ __forceinline__ uint32 neighbouringColumns(uint32 word, int lane) {
     word = exchangePlaces<1, 0>(word);
     if constexpr (kGrid) {
         word = kBits == 2 ? exchangePlaces<2, 1>(word) : exchangePlaces<2, 0>(word);
-        word = exchangePlaces<4, 0>(exchangePlaces<3, 0>(word));
+        if constexpr (!areBytes(kBits)) word = exchangePlaces<3, 0>(word);
+        word = exchangePlaces<4, 0>(word);
     } else if constexpr (kBits == 1) {
         word = exchangePlaces<4, 0>(exchangePlaces<3, 2>(exchangePlaces<2, 1>(word)));
     } else if constexpr (kBits == 2) {

@@ -27,7 +27,7 @@ from quantkit.ops.epilogue import Epilogue
 
 _TILES = {Order.PLANES: "tiles", Order.CODES: "code_tiles", Order.GRID: "grid_tiles"}
 """The name of the tiles by their order."""
-_PLANES_FOR_FEW = 4  # of a grid; one of two planes has less to read as signs, and is slower for up to four tokens
+_PLANES_FOR_FEW = 4  # of a grid, at least; one of two has less to read as signs, and is slower for up to four tokens
 
 
 def forward(spec: BcqSpec, tensors: Tensors, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -46,7 +46,7 @@ def prepare(spec: BcqSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
 def prepare_few(spec: BcqSpec, tensors: Tensors, shape: Shape) -> dict[str, Tensor]:
     """As ``prepare_batch`` for numbers, which are multiplied by four tokens as fast as by one; else as ``prepare``."""
     stored = BcqTensors.of(tensors)
-    numbers = stored.signs.shape[0] == _PLANES_FOR_FEW and is_grid(stored)
+    numbers = stored.signs.shape[0] >= _PLANES_FOR_FEW and is_grid(stored)
     return (prepare_batch if numbers else prepare)(spec, tensors, shape)
 
 

@@ -41,15 +41,15 @@ def test_the_order_for_batches_computes_the_same_and_is_restored_bit_for_bit(sca
     assert all(torch.equal(tensor, before[name]) for name, tensor in linear.state_dict().items())
 
 
-@pytest.mark.parametrize(("bits", "equal_steps"), [(4, False), (4, True), (2, True)])
-def test_for_a_few_tokens_four_planes_in_equal_steps_are_numbers(bits: int, equal_steps: bool) -> None:
+@pytest.mark.parametrize(("bits", "equal_steps"), [(4, False), (4, True), (2, True), (8, True)])
+def test_for_a_few_tokens_four_planes_and_more_in_equal_steps_are_numbers(bits: int, equal_steps: bool) -> None:
     weight = random_weight(bits, 40, 328, 64, offset=True, equal_steps=equal_steps)
     packed = PackedWeight(BcqSpec(bits, 64, True), (40, 328), weight.stored.named(), {})
     linear, x = QuantizedLinear.from_packed(packed, None, torch.float32), torch.randn(3, 328)
     expected = linear(x)
     linear.layout = "few"
     linear.prepare()
-    assert ("grid_tiles" if bits == 4 and equal_steps else "tiles") in linear.held
+    assert ("grid_tiles" if bits >= 4 and equal_steps else "tiles") in linear.held
     assert torch.equal(linear(x), expected)
 
 

@@ -45,7 +45,7 @@ _FEW_TOKENS = 8
 _GEMM_TOKENS = 4  # from which on the fused product may be fastest
 _GEMV_TOKENS = 16  # up to which INT8 products for 8 tokens may be
 _MANY_TOKENS = 256  # up to which the fused product is faster than dequantizing on an H200, whatever the weight
-_FUSED_BITS = 4  # planes up to which it is so at any number of tokens where pairs of blocks copy x, in wide groups
+_FUSED_BITS = 4  # planes, of no grid, up to which it is so at any number of tokens where pairs copy x, in wide groups
 _WIDE_SEGMENT = 128  # from which on binary products of one token are faster, and of two in most cases
 _FINE_SEGMENT = 32  # where INT8 products of one token are faster too
 _CLEARLY = 0.95  # of the usual kernel's time, from where on another is taken: measurements this short differ by 5 %
@@ -132,10 +132,12 @@ def _least_int8_tokens(native: bool, group_size: int, in_features: int) -> int:
     return 2 if _narrow(group_size, in_features) or not native else 3
 
 
-def _unmeasured(tokens: int, weight_bits: int, in_features: int, group_size: int, usable: tuple[Kernel, ...]) -> Kernel:
+def _unmeasured(
+    tokens: int, weight_bits: int, in_features: int, group_size: int, order: Order, usable: tuple[Kernel, ...]
+) -> Kernel:
     binary = Kernel.BCQ_BINARY_GEMV in usable
     pairs = Kernel.BCQ_GEMM_WGMMA in usable
-    always = pairs and weight_bits <= _FUSED_BITS and not _narrow(group_size, in_features)
+    always = pairs and (weight_bits <= _FUSED_BITS or order == Order.GRID) and not _narrow(group_size, in_features)
     fused = [kernel for kernel in FUSED if kernel in usable and (always or tokens <= _MANY_TOKENS)]
     if tokens <= _FEW_TOKENS and Kernel.BCQ_LEVEL_GEMV in usable:
         return Kernel.BCQ_LEVEL_GEMV
@@ -181,7 +183,7 @@ def _chosen(
     name = shape_class(weight_bits, out_features, in_features, group_size, scale_bits, order)
     kernels = _known(device, name) or {}
     kernel = kernels.get(str(next(count for count in TOKEN_CLASSES if count >= tokens)))
-    return _unmeasured(tokens, weight_bits, in_features, group_size, usable) if kernel is None else kernel
+    return _unmeasured(tokens, weight_bits, in_features, group_size, order, usable) if kernel is None else kernel
 
 
 def read_table_again() -> None:
@@ -245,7 +247,7 @@ def measured_kernels(weight: BcqTiles, classes: Sequence[int] = TOKEN_CLASSES) -
     shape = {"weight_bits": weight.weight_bits, "group_size": weight.group_size, "in_features": in_features}
     usable = candidates(torch.float16, _architecture(device), **shape, order=weight.order)
     for tokens in classes:
-        usual = _unmeasured(tokens, weight.weight_bits, in_features, weight.group_size, usable)
+        usual = _unmeasured(tokens, weight.weight_bits, in_features, weight.group_size, weight.order, usable)
         x = torch.randn(tokens, in_features, dtype=torch.float16, device=device)
         seconds = {
             kernel: cold_seconds(_call(kernel, x, other), _call(kernel, x, weight), device)

@@ -3,16 +3,20 @@
 ``words`` [n tiles, k tiles, bits, 128] int32 hold 32 columns of a row each, a word per plane (layout.py). In the order
 of codes the same bits stand where kernels/bcq/level_codes.cuh draws them: columns change places among the four words of
 half a tile row, so that products meet x as it is, and planes 1 to 3 of the first four become whether they agree with
-plane 0. A weight of two or four planes in equal steps takes the order of a grid instead, where the planes of a column
-are a number of as many bits. Both directions are exact.
+plane 0. A weight of two planes, or of four and more, in equal steps takes the order of a grid instead, where the planes
+of a column are a number of as many bits. Both directions are exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
+
+from quantkit.formats.planes import BITS_PER_BYTE
 
 _Change = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 _BLOCK_PLANES = 4
@@ -32,10 +36,11 @@ _EXCHANGES = {
     2: (*_TO_LANES, (4, 3), (3, 0), (2, 1), (1, 0)),
     3: (*_TO_LANES, (2, 0), (1, 0)),  # and more
 }
-_GRID_EXCHANGES = {
+_HALVES_TURNED = {  # numbers of so many bits stand one bit higher in either half of a word
     2: (*_TO_LANES, (4, 0), (3, 0), (2, 1), (1, 0)),
     4: (*_TO_LANES, (4, 0), (3, 0), (2, 0), (1, 0)),
 }
+_IN_BYTES = (*_TO_LANES, (4, 0), (2, 0), (1, 0))  # numbers of more bits
 
 
 def to_codes(words: Tensor) -> Tensor:
@@ -51,14 +56,14 @@ def to_planes(words: Tensor) -> Tensor:
 
 
 def to_grid(words: Tensor) -> Tensor:
-    """Two or four planes -> numbers of as many bits."""
-    exchanges = _GRID_EXCHANGES[words.shape[-2]]
+    """Planes, two or at least four -> numbers of as many bits."""
+    exchanges = _HALVES_TURNED.get(words.shape[-2], _IN_BYTES)
     return _in_chunks(words, lambda chunk: _stacked(_numbers(_exchanged(chunk, exchanges).unbind(-2))))
 
 
 def grid_to_planes(words: Tensor) -> Tensor:
     """Inverse of to_grid."""
-    exchanges = _GRID_EXCHANGES[words.shape[-2]][::-1]
+    exchanges = _HALVES_TURNED.get(words.shape[-2], _IN_BYTES)[::-1]
     return _in_chunks(words, lambda chunk: _exchanged(_stacked(_numbered_planes(chunk.unbind(-2))), exchanges))
 
 
@@ -119,16 +124,14 @@ def _two_planes(codes: Sequence[Tensor]) -> list[Tensor]:
     return [(even & _EVEN_BITS) | (odd & _EVEN_BITS) << 1, (even >> 1 & _EVEN_BITS) | (odd & _ODD_BITS)]
 
 
-def _nibbles(planes: Sequence[Tensor], s: int) -> Tensor:
-    """Bit i of nibble m: plane i at column 4 m + s."""
-    bits = [(plane >> s & _NIBBLE_ONES) << i for i, plane in enumerate(planes)]
-    return bits[0] | bits[1] | bits[2] | (bits[3] if len(bits) > 3 else 0)
+def _nibbles(planes: Sequence[Tensor], s: int, ones: int = _NIBBLE_ONES) -> Tensor:
+    """Bit i of nibble m: plane i at column 4 m + s; of byte m at 8 m + s where ones are those of bytes."""
+    return reduce(or_, [(plane >> s & ones) << i for i, plane in enumerate(planes)])
 
 
-def _plane(codes: Sequence[Tensor], i: int) -> Tensor:
+def _plane(codes: Sequence[Tensor], i: int, ones: int = _NIBBLE_ONES) -> Tensor:
     """Inverse of _nibbles for plane i, of as many words as there are."""
-    bits = [(code >> i & _NIBBLE_ONES) << s for s, code in enumerate(codes)]
-    return bits[0] | bits[1] | bits[2] | (bits[3] if len(bits) > 3 else 0)
+    return reduce(or_, [(code >> i & ones) << s for s, code in enumerate(codes)])
 
 
 def _three_codes(planes: Sequence[Tensor]) -> list[Tensor]:
@@ -170,14 +173,27 @@ def _four_planes(codes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _numbers(planes: Sequence[Tensor]) -> list[Tensor]:
-    """Pairs of bits or nibbles, each half of a word turned up by one bit."""
-    codes = _two_codes(planes) if len(planes) == 2 else [_nibbles(planes, s) for s in range(_BLOCK_PLANES)]
-    return [(word & _HIGHEST_15) << 1 | (word >> 15 & _LOWEST) for word in codes]
+    """Words of kernels/bcq/level_codes.cuh: of two, four or eight bits, else of four and of those above."""
+    if len(planes) in _HALVES_TURNED:
+        codes = _two_codes(planes) if len(planes) == 2 else [_nibbles(planes, s) for s in range(_BLOCK_PLANES)]
+        return [(word & _HIGHEST_15) << 1 | (word >> 15 & _LOWEST) for word in codes]
+    if len(planes) == BITS_PER_BYTE:
+        return [_nibbles(planes, s, _BYTE_ONES) for s in range(BITS_PER_BYTE)]
+    low, high = planes[:_BLOCK_PLANES], planes[_BLOCK_PLANES:]
+    pairs = _two_codes(high[:2]) if len(high) > 1 else []
+    return [*(_nibbles(low, s) for s in range(_BLOCK_PLANES)), *pairs, *high[len(pairs) :]]
 
 
 def _numbered_planes(words: Sequence[Tensor]) -> list[Tensor]:
-    codes = [(word >> 1 & _HIGHEST_15) | (word & _LOWEST) << 15 for word in words]
-    return _two_planes(codes) if len(codes) == 2 else [_plane(codes, i) for i in range(_BLOCK_PLANES)]
+    """Inverse of _numbers."""
+    if len(words) in _HALVES_TURNED:
+        codes = [(word >> 1 & _HIGHEST_15) | (word & _LOWEST) << 15 for word in words]
+        return _two_planes(codes) if len(codes) == 2 else [_plane(codes, i) for i in range(_BLOCK_PLANES)]
+    if len(words) == BITS_PER_BYTE:
+        return [_plane(words, i, _BYTE_ONES) for i in range(BITS_PER_BYTE)]
+    low, high = words[:_BLOCK_PLANES], words[_BLOCK_PLANES:]
+    pairs = _two_planes(high[:2]) if len(high) > 1 else []
+    return [*(_plane(low, i) for i in range(_BLOCK_PLANES)), *pairs, *high[len(pairs) :]]
 
 
 def _stacked(words: Sequence[Tensor]) -> Tensor:

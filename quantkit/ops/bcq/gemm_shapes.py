@@ -33,8 +33,17 @@ _NUMBERS = (
     *((32, 2, 2, 3), (32, 1, 3, 3), (32, 4, 1, 2)),
 )
 WIDE_NUMBERS = ((32, 7, 1, 2),)
+_MANY_BITS = (
+    *((16, 4, 1, 2), (16, 3, 1, 3), (16, 2, 2, 2), (16, 1, 4, 2)),
+    *((32, 4, 1, 2), (32, 3, 1, 3), (32, 1, 3, 3)),
+)
 # By planes, in the place of those of as many tokens where numbers are multiplied.
-NUMBER_SHAPES = {2: (*_NUMBERS, (32, 3, 2, 2), *WIDE_NUMBERS), 4: (*_NUMBERS, (32, 3, 1, 3))}
+NUMBER_SHAPES = {
+    2: (*_NUMBERS, (32, 3, 2, 2), *WIDE_NUMBERS),
+    4: (*_NUMBERS, (32, 3, 1, 3)),
+    5: (*_NUMBERS, (16, 4, 1, 3), (16, 3, 1, 3), (32, 3, 1, 3)),
+    **dict.fromkeys((6, 7, 8), _MANY_BITS),
+}
 WIDE_SHAPES = ((128, 4, 1, 2),)  # of warpgroups, for few planes in the orders for batches
 NARROW_SHAPES = ((16, 1, 1, 2), (64, 2, 1, 2))  # of warpgroups, for many planes in narrow groups
 PAIRED_SHAPES = ((256, 2, 1, 3),)  # whose blocks copy x for each other; smaller tiles gain nothing

@@ -8,8 +8,8 @@ read straight on. Preparing and restoring change no bit that is stored.
 
 There are three orders. That for latency holds sign planes, which the GEMVs read as they are; it is made for up to four
 tokens. Those for batches hold the same bits so that the fused product of many tokens gets floats with half the
-instructions, at columns that let it read x as it is (codes.py): as codes of levels, or, where the scales of two or four
-planes double from plane to plane, as the numbers of a grid, of whose scales the first stands for all.
+instructions, at columns that let it read x as it is (codes.py): as codes of levels, or, where the scales of two planes,
+or of four and more, double from plane to plane, as the numbers of a grid, of whose scales the first stands for all.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def _doubled(steps: Tensor, planes: int) -> Tensor:
 
 
 def is_grid(stored: BcqTensors) -> bool:
-    """Whether a weight can be in the order of a grid: two or four planes, each with twice the fp16 scales of the one
-    before, bit for bit."""
+    """Whether a weight can be in the order of a grid: two planes, or four and more, each with twice the fp16 scales of
+    the one before, bit for bit."""
     scales = stored.scales
     if len(scales) not in GRID_PLANES or stored.scale_factors is not None:
         return False

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from quantkit.formats.planes import MAX_BITS
 
-GRID_PLANES = (2, 4)
+GRID_PLANES = (2, *range(4, MAX_BITS + 1))  # not three: 10 % less time up to 16 tokens, up to 7 % more at 32
 OFFSETS_APART = (1, 4, 8)  # planes whose tables of levels leave no room for an offset (kernels/bcq/levels.cuh)
 
 

@@ -49,6 +49,13 @@ ODD_GRIDS = [
     weight_case(2, 1000, 1536, 64),
     weight_case(2, 96, 256, 128),
     weight_case(2, 2064, 4608, -1),
+    weight_case(5, 257, 1000, 32),
+    weight_case(5, 320, 1280, 128),
+    weight_case(6, 130, 777, 384),
+    weight_case(6, 1000, 1536, 64),
+    weight_case(7, 200, 1000, 128),
+    weight_case(8, 257, 1000, 32),
+    weight_case(8, 2064, 4608, -1),
 ]
 """The same of weights in equal steps."""
 

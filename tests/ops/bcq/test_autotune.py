@@ -67,6 +67,7 @@ def test_unmeasured_shapes_follow_the_gpu_generation(table: Path, monkeypatch: p
     assert choose(x(9), 4, 4096, 128, order=Order.CODES) == choose(x(256), 4, 4096, 32, order=Order.CODES) == GEMM
     assert choose(x(4096), 4, 4096, 128, order=Order.CODES) == GEMM
     assert choose(x(257), 5, 4096, 128, order=Order.CODES) == DEQUANTIZE
+    assert choose(x(4096), 8, 4096, 128, order=Order.GRID) == GEMM
     assert (
         choose(x(257), 4, 4096, 64, order=Order.CODES) == choose(x(4097), 4, 4096, 128, order=Order.CODES) == DEQUANTIZE
     )

@@ -103,9 +103,24 @@ def test_a_lane_holds_the_columns_whose_products_it_makes(bits: int) -> None:
             assert torch.equal(sign, _bit(planes[:, :, plane, :, s], 8 * i + 2 * t + e)), (t, s, i, e)
 
 
+def _byte_number(words: list[Tensor], s: int, b: int) -> Tensor:
+    """bytesOf in kernels/bcq/grid.cuh."""
+    bits, ones = len(words), 0x01010101
+    if bits == 8:
+        return words[4 * b + s]
+    number = words[s] >> 4 * b & 15 * ones
+    if bits > 5:
+        number = number | (words[4 + s % 2] >> 4 * b + s // 2 * 2 & 3 * ones) << 4
+    if bits in (5, 7):
+        number = number | (words[-1] >> 4 * b + s & ones) << bits - 1
+    return number
+
+
 def _grid_number(words: list[Tensor], s: int, i: int, e: int) -> Tensor:
     """GridWords::expand: what stands under the exponent of element e of pair i of word s of a lane."""
     bits = len(words)
+    if bits > 4:
+        return _byte_number(words, s, i // 2) >> 8 * (i % 2 + 2 * e) & 0xFF
     word, place = words[s * bits // 4], s % (4 // bits) * 2 + i % 2
     turned = (word & 0x00FF00FF) << 8 | word >> 8 & 0x00FF00FF
     return (turned if i > 1 else word) >> (16 * e + 1 + bits * place) & (1 << bits) - 1

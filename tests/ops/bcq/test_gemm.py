@@ -177,7 +177,10 @@ def test_every_layout_of_a_grid_matches_fp64_and_repeats(
 @pytest.mark.parametrize("tokens", [3, 30, 70])
 @pytest.mark.parametrize(
     ("bits", "group_size", "order"),
-    [(2, 32, Order.PLANES), (2, 96, Order.PLANES), (4, 128, Order.CODES), (4, 64, Order.GRID), (2, 128, Order.GRID)],
+    [
+        *((2, 32, Order.PLANES), (2, 96, Order.PLANES), (4, 128, Order.CODES), (4, 64, Order.GRID)),
+        *((2, 128, Order.GRID), (5, 128, Order.GRID), (6, 64, Order.GRID), (8, 128, Order.GRID)),
+    ],
 )
 def test_planned_layout_on_odd_shapes(
     bits: int, group_size: int, order: Order, tokens: int, row: Architecture | None

@@ -136,6 +136,9 @@ def test_every_layout_of_a_grid_matches_fp64_and_repeats(bits: int, n: int, k: i
         (4, 384, Order.GRID),
         (2, 64, Order.GRID),
         (2, 128, Order.GRID),
+        (5, 64, Order.GRID),
+        (6, 128, Order.GRID),
+        (8, 384, Order.GRID),
     ],
 )
 def test_odd_shapes(bits: int, group_size: int, order: Order, tokens: int) -> None:

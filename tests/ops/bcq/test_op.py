@@ -11,6 +11,7 @@ from quantkit.errors import KernelError
 from quantkit.formats.bcq import SCALE_BITS, BcqTensors
 from quantkit.ops.bcq.candidates import candidates
 from quantkit.ops.bcq.op import bcq_dequantize, bcq_linear, bcq_linear_prepared
+from quantkit.ops.bcq.order import GRID_PLANES, Order
 from tests.ops.bcq.cases import (
     BINARY,
     DEQUANTIZE,
@@ -195,6 +196,17 @@ def test_dequantize_kernel_is_exact_up_to_its_type(dtype: torch.dtype) -> None:
     weight = random_weight(5, 100, 523, 40, offset=True)
     got = dequantize(weight.to(CUDA), dtype).cpu()
     torch.testing.assert_close(got, weight.dequantized().float().to(dtype), rtol=RTOL[dtype], atol=1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("order", [Order.CODES, Order.GRID])
+@pytest.mark.parametrize("bits", GRID_PLANES)
+def test_dequantize_kernel_reads_the_orders_for_batches(bits: int, order: Order) -> None:
+    weight = random_weight(bits, 100, 1023, 96, offset=True, equal_steps=True)
+    tiles = weight.to(CUDA).tiled(order)
+    sizes = (weight.out_features, weight.in_features, weight.group_size)
+    got = bcq_dequantize(tiles.tiles, tiles.scale_tiles, *sizes, torch.float32, None, order.value).cpu()
+    torch.testing.assert_close(got, weight.dequantized().float(), rtol=RTOL[torch.float32], atol=1e-6)
 
 
 @pytest.mark.cuda
