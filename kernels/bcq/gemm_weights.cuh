@@ -65,11 +65,6 @@ struct WeightRing {
     // All others.
     __device__ __forceinline__ void copyMoreScales(uint32 lane, uint32 target, uint32 vectors) const {
         if (!present) return;
-        if (p.segments == 1 && vectors <= kWarpSize) {  // a tile is in one group
-            const uint32 group = min(__umulhi(kTile, p.groupMagic), uint32(p.groups) - 1);
-            copyAsync16If(target, scales + group * vectors + lane, lane < vectors);
-            return;
-        }
         if (p.groupMagic == 0) {
 #pragma unroll 1
             for (uint32 v = kWarpSize; v < vectors; v += kWarpSize) {
@@ -79,7 +74,7 @@ struct WeightRing {
         }
 #pragma unroll 1
         for (uint32 v = lane; v < vectors; v += kWarpSize) {
-            const uint32 part = v / groupVectors(), place = kTile * p.segments + part;
+            const uint32 part = p.segments == 1 ? 0 : v / groupVectors(), place = kTile * p.segments + part;
             const uint32 group = min(__umulhi(place, p.groupMagic), uint32(p.groups) - 1);
             const uint32 from = (group - part) * groupVectors() + v;  // wraps to a small number: not added in two steps
             copyAsync16(target + (v - lane) * kVectorBytes, scales + from);
