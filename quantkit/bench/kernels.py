@@ -145,6 +145,11 @@ def random_linear(
     return module
 
 
+def read_bytes(module: QuantizedLinear, stored: int) -> int:
+    """Of a weight of so many stored bytes, what a product reads at least: prepared, it may be padded or hold fewer."""
+    return min(stored, sum(tensor.nbytes for tensor in module.held.values()))
+
+
 def _time_method(
     bench: LinearBench,
     shape: LinearShape,
@@ -153,11 +158,11 @@ def _time_method(
     baselines: dict[int, tuple[Timing, Energy | None]],
 ) -> Iterable[LinearResult]:
     dtype = compute_dtype(bench.device)
-    weight_bytes = stored_bytes(spec, (shape.out_features, shape.in_features))
-    count = rotation_length(weight_bytes, bench.device)
+    stored = stored_bytes(spec, (shape.out_features, shape.in_features))
+    count = rotation_length(stored, bench.device)
     steps = has_equal_steps(name)
     modules = [random_linear(spec, shape, bench.device, dtype, bench.layout, equal_steps=steps) for _ in range(count)]
-    peak = peak_bandwidth(bench.device)
+    peak, weight_bytes = peak_bandwidth(bench.device), read_bytes(modules[0], stored)
     for tokens in bench.tokens:
         what = f"{name} at {shape.name}, {tokens} tokens"
         x = torch.randn(tokens, shape.in_features, device=bench.device, dtype=dtype)

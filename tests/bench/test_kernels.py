@@ -3,12 +3,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.bench.kernels import LinearBench, random_linear, run_linear
+from quantkit.bench.kernels import LinearBench, random_linear, read_bytes, run_linear
 from quantkit.bench.methods import METHOD_NAMES, method_spec
 from quantkit.bench.report import check_plot_path, environment, plot_linear
 from quantkit.bench.shapes import LinearShape, parse_shapes
 from quantkit.errors import BenchError
 from quantkit.formats.bcq import ROW_WISE, BcqSpec
+from quantkit.formats.table import stored_bytes
 from quantkit.nn.quantized_linear import QuantizedLinear
 
 CPU = torch.device("cpu")
@@ -48,6 +49,18 @@ def test_cpu_bench_reports_every_combination_and_says_reference() -> None:
     assert first.bytes == 2 * 48 * 9 + 3 * 48 * groups * 2 + (72 + 48) * 4
     assert first.peak_percent is None
     assert all(r.error < 1e-5 and r.median_us > 0 for r in results)
+
+
+def test_of_equal_steps_one_scale_a_group_is_read() -> None:
+    spec, n, k = method_spec("rtn-w8-g128"), 32, 512
+    module, stored = (
+        random_linear(spec, LinearShape("s", n, k), CPU, torch.float32, equal_steps=True),
+        stored_bytes(spec, (n, k)),
+    )
+    assert read_bytes(module, stored) == stored
+    module.layout = "batch"
+    module.prepare()
+    assert read_bytes(module, stored) == n * k + 2 * n * (k // 128) * 2  # a step and an offset, fp16
 
 
 def test_wrong_product_is_never_timed(monkeypatch: pytest.MonkeyPatch) -> None:
