@@ -184,13 +184,13 @@ def _pack_linears(block: nn.Module, spec: Any, device: torch.device, layout: Lay
 
 
 def _pack_head(model: Any, spec: Any, device: torch.device, layout: Layout) -> None:
-    """A tied head gets a weight of its own, as quantizing does it."""
+    """As quantizing does it: a tied head gets a weight of its own, and steps are equal."""
     head = output_head(model)
     assert head is not None  # shapes are of families that have one
     name, module = head
     untie_head(model)
     shape = LinearShape(name, *linear_shape(module))
-    model.set_submodule(name, random_linear(spec, shape, device, model.dtype, layout))
+    model.set_submodule(name, random_linear(spec, shape, device, model.dtype, layout, equal_steps=True))
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ from quantkit.bench import decode, shapes
 from quantkit.bench.decode import DecodeBench, run_decode, runner_error, shaped_model, weight_bytes
 from quantkit.bench.shapes import ModelShape
 from quantkit.errors import BenchError
-from quantkit.formats.bcq import BcqSpec
+from quantkit.formats.bcq import BcqSpec, BcqTensors
 from quantkit.nn.quantized_linear import QuantizedLinear
+from quantkit.ops.bcq.layout import is_grid
 from quantkit.runtime.generation import Runner, fused_runner
 
 CPU = torch.device("cpu")
@@ -46,6 +47,12 @@ def test_batches_and_a_quantized_head_are_timed(monkeypatch: pytest.MonkeyPatch)
     plain, *_ = run_decode(DecodeBench("tiny", "bcq-w2-g32", 6, 5, CPU))
     assert results[2].weight_bytes == results[3].weight_bytes < plain.weight_bytes
     assert results[3].tokens_per_second == pytest.approx(3e3 / results[3].median_ms)
+
+
+def test_a_quantized_head_is_in_equal_steps_as_quantizing_makes_it() -> None:
+    model = shaped_model(TINY, CPU)
+    decode._pack_head(model, BcqSpec(6, 32, offset=True), CPU, "latency")
+    assert is_grid(BcqTensors.of(model.get_output_embeddings().tensors))
 
 
 def test_a_runner_that_computes_something_else_is_seen() -> None:
