@@ -20,6 +20,7 @@ from quantkit.cuda.device import Gpu, gpu_of
 from quantkit.cuda.launch import DTYPE_CODES, Launch
 from quantkit.errors import KernelError
 from quantkit.formats.bcq import SCALE_BITS
+from quantkit.formats.planes import BITS_PER_BYTE
 from quantkit.ops.bcq.gemm import GEMM_TYPES, table_bytes
 from quantkit.ops.bcq.instances import CLUSTER_BLOCKS, FLOAT_BYTES, MAILBOX_BYTES, SEGMENTS, SOURCES, TILE_K, TILE_N
 from quantkit.ops.bcq.instances import GemvCase as TileSizes
@@ -136,7 +137,9 @@ def _fitted(it: LevelProblem, shape: LevelShape, cluster: int, rounds: int, stag
 
 def _shapes(it: LevelProblem, tokens: int) -> list[LevelShape]:
     kind = "sums" if it.sums_x else "many" if it.weight_bits > _FEW_PLANES else "few"
-    if it.gpu.architecture.shared_limit() < _LARGE_SHARED_MEMORY:
+    bytes_as_levels = it.order == Order.GRID and it.weight_bits == BITS_PER_BYTE and not it.sums_x
+    crowded = bytes_as_levels and not it.gpu.architecture.clusters  # twelve warps spill in bf16 there
+    if crowded or it.gpu.architecture.shared_limit() < _LARGE_SHARED_MEMORY:
         kind = f"{kind}, little memory"
     return [LevelShape(tokens, warps) for warps in _WARPS[kind]]
 
