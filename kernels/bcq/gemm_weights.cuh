@@ -74,7 +74,8 @@ struct WeightRing {
         }
 #pragma unroll 1
         for (uint32 v = lane; v < vectors; v += kWarpSize) {
-            const uint32 part = p.segments == 1 ? 0 : v / groupVectors(), place = kTile * p.segments + part;
+            // Without the division where a tile is in one group; registers of planes do not carry both.
+            const uint32 part = S::kCodes && p.segments == 1 ? 0 : v / groupVectors(), place = kTile * p.segments + part;
             const uint32 group = min(__umulhi(place, p.groupMagic), uint32(p.groups) - 1);
             const uint32 from = (group - part) * groupVectors() + v;  // wraps to a small number: not added in two steps
             copyAsync16(target + (v - lane) * kVectorBytes, scales + from);
