@@ -168,8 +168,8 @@ struct GridWords {
     __device__ __forceinline__ void expand(const GridLevels<kAdds, kDtype, kBytes>& levels, int s, uint32 (&pairs)[kWordPairs]) const {
         static_assert(!kWoven, "bytes are those of levels by planes");
         if constexpr (kBytes) {
-            constexpr uint32 kMiddle = 1 << (kBits - 1), kNone = kDtype == kBfloat16 && kBits == kBitsPerByte;
-            constexpr uint32 kLess = kDtype == kFloat16 ? 0xE400u | kMiddle : kNone ? 0xC300u : 0xC300u | kMiddle;
+            constexpr bool kBase = kDtype == kFloat16 || kBits < kBitsPerByte;  // 1024, or 128 in bf16
+            constexpr uint32 kMiddle = 1 << (kBits - 1), kLess = (kDtype == kFloat16 ? 0xE400u : 0xC300u) | (kBase ? kMiddle : 0);
             expandBytes<kBits, kDtype>(words, s, kDtype == kFloat16 ? kHalfBase : kBfloatBase, pairs);
 #pragma unroll
             for (int i = 0; i < kWordPairs; ++i) pairs[i] = levels.of(addPairs<kDtype>(pairs[i], inBothHalves(kLess)));
