@@ -82,16 +82,18 @@ __device__ __forceinline__ void addHalf(float* acc, const float* part, const Num
     }
 }
 
-// The pairs of numbers of kTurnWords words of rows g and g + 8, whose products run while as many are expanded.
+// The words of half a tile of rows g and g + 8.
 template <int kBits>
 struct HalfTileWords {
     uint32 upper[kBits], lower[kBits];
 };
+
+// The pairs of numbers of kTurnWords words of rows g and g + 8, whose products run while as many are expanded.
 template <int kBits, int kDtype, int kTurnWords>
 struct TurnNumbers {
     uint32 upper[kTurnWords][kWordPairs], lower[kTurnWords][kWordPairs];
 
-    // words: of half a tile, from the slot of the tile plus the lane on; kept from turn to turn.
+    // words: from the slot of the tile plus the lane on; kept from turn to turn.
     __device__ __forceinline__ void expand(HalfTileWords<kBits>& words, uint32 slot, int turn) {
         const int first = turn * kTurnWords % kChunkWords;
         if (first == 0) {

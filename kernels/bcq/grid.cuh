@@ -79,7 +79,7 @@ struct NumberScales {
     static constexpr bool kHalf = kDtype == kFloat16, kBytes = areBytes(kBits);
     static constexpr float kUnit = kHalf ? 1 << (25 - (kBytes ? 0 : GridPlaces<kBits>::kLast)) : kBytes ? 2 : 1;
     static constexpr float kBase = kHalf || kBits == kBitsPerByte ? 0 : kBytes ? 256 : 128;
-    static constexpr float kExcess = (1 << kBits) - 1 + kBase;  // of n over 2 c - C
+    static constexpr float kExcess = GridPlaces<kBits>::kMostCode + kBase;  // of n over 2 c - C
     float step[kLaneRows], rest[kLaneRows];
 
     // stored: the two steps, then the two offsets or zeros.

@@ -5,7 +5,8 @@
 //
 // The bits of a number in a half word are a 16-bit float as they stand: of fp16 under a zero exponent (n = 0), where each place
 // counts another power of two and has sums of its own; of bf16 under that of 128, 2 c + 128 (n = 128). So a pair costs one
-// logic instruction or two, and nothing is rounded before the sums.
+// logic instruction or two, and nothing is rounded before the sums. Numbers from bytes all stand at bit 0: n = 0 in fp16, and in bf16
+// of up to seven bits 2 c + 256, of eight 2 c.
 #pragma once
 #include "level_step.cuh"
 
@@ -22,7 +23,7 @@ struct GridProduct {
     static constexpr int kSegmentWords = kWordsPerTileRow / kTileSegments;
     static constexpr bool kRing = true;
     static constexpr bool kByPlace = kDtype == kFloat16 && !areBytes(kBits);
-    static constexpr int kSums = kByPlace ? Places::kPlaces : 2;    // of places, else in turn
+    static constexpr int kSums = kByPlace ? Places::kPlaces : 2;  // of places, else in turn
     static constexpr float kUnit = kByPlace ? 1 << kBits : 1;  // what those of a place count beside the next
 
     uint32 vector, entry, quad;

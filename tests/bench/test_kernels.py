@@ -53,10 +53,8 @@ def test_cpu_bench_reports_every_combination_and_says_reference() -> None:
 
 def test_of_equal_steps_one_scale_a_group_is_read() -> None:
     spec, n, k = method_spec("rtn-w8-g128"), 32, 512
-    module, stored = (
-        random_linear(spec, LinearShape("s", n, k), CPU, torch.float32, equal_steps=True),
-        stored_bytes(spec, (n, k)),
-    )
+    module = random_linear(spec, LinearShape("s", n, k), CPU, torch.float32, equal_steps=True)
+    stored = stored_bytes(spec, (n, k))
     assert read_bytes(module, stored) == stored
     module.layout = "batch"
     module.prepare()

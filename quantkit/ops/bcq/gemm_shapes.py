@@ -33,7 +33,7 @@ _NUMBERS = (
     *((32, 2, 2, 3), (32, 1, 3, 3), (32, 4, 1, 2)),
 )
 WIDE_NUMBERS = ((32, 7, 1, 2),)
-_MANY_BITS = (
+_MANY_BITS = (  # of which shared memory has room for fewer warps and slots
     *((16, 4, 1, 2), (16, 3, 1, 3), (16, 2, 2, 2), (16, 1, 4, 2)),
     *((32, 4, 1, 2), (32, 3, 1, 3), (32, 1, 3, 3)),
 )
